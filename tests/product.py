@@ -261,7 +261,7 @@ def printed(cell: Cell) -> list[str]:
     """All text that is printed to run a cell, Python and C++, and what decides how its tensors are seen."""
     built = build(cell)
     texts = [repr(f"{built.matrix} {built.case}"), built.text]
-    if len(built.compiled.strict.stages) == 1:
+    if not built.compiled.strict.in_stages:
         return [*texts, *harness.texts(built.spec, built.compiled.strict)]
     return [*texts, *(text for _, text in sorted(optimizer_texts(cell).items()))]
 
@@ -426,7 +426,7 @@ def compiled_for(cell: Cell) -> AbstractContextManager[None]:
 
 def takes_stages(cell: Cell) -> bool:
     """Whether a step of the cell takes several kernels."""
-    return len(build(cell).compiled.strict.stages) > 1
+    return build(cell).compiled.strict.in_stages
 
 
 @lru_cache(maxsize=2)
@@ -526,7 +526,7 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), step
     of several stages is run by the reference alone.
     """
     built = build(cell)
-    several = len(built.compiled.strict.stages) > 1
+    several = built.compiled.strict.in_stages
     pair = None if several else Pair(built.spec, built.compiled.strict, folder)
     draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
     reports = []

@@ -132,7 +132,7 @@ def test_no_buffer_is_read_after_it_was_written(plan: str) -> None:
             for k, stage in enumerate(step.stages):
                 if stage.call:
                     continue
-                several = len(step.stages) > 1
+                several = step.in_stages
                 text = "\n".join(cpp_stages.stage(step, k, "f") if several else cpp.kernel(stage.schedule, "f"))
                 for b in stage.schedule.program.buffers:
                     stored = [m.start() for m in re.finditer(rf"store\w*(<\d>)?\({b.name}_at \+", text)]

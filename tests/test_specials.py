@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optgen.driver import targets
-from optgen.formats import Plan
+from optgen.formats import Blocked, Plan, floats, linear
 from optgen.formats.format import Field, Format, Noise
 from optgen.ir.node import postorder
 from optgen.lang import Spec, cbrt, hyper, maximum, nonneg, optimizer, power, state
@@ -21,6 +21,7 @@ from optgen.lang.values import Num, cast, exp2, log2
 from optgen.lower import lower
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
+from optgen.runtime import native
 from tests import harness
 
 # Quiet NaNs: of x86, of NVIDIA's arithmetic, with a payload, negative ones.
@@ -207,6 +208,50 @@ def test_zero_over_zero_is_nan_in_strict_maths_and_no_step_in_fast(maths: str, b
     """As docs/language.md says."""
     kept = kept_by(harness.spec_of("adamw"), maths, backend, torch.zeros(4), tmp_path, eps=0.0)
     assert kept["p"].isnan().all() if maths == "strict" else torch.equal(kept["p"], torch.zeros(4))
+
+
+@optimizer(cite="a test")
+def lagged(
+    p, g, prev=state(), older=state(), square=state(), scaled=state(), product=state(), around=state(), *,
+    lr=hyper(1.0), beta=hyper(0.5, ge=0, lt=1)
+):  # fmt: skip
+    """Products of what was kept in blocks before."""
+    square = beta * square + (1 - beta) * prev * prev
+    scaled = g * prev * prev
+    product = beta * prev * older
+    around = g * prev * g
+    prev, older = g, lr * g
+    p = p - older
+    return p, prev, older, square, scaled, product, around
+
+
+@pytest.mark.parametrize("backend", ["triton", "cpp"])
+@pytest.mark.parametrize(("large", "small", "now"), [(3e19, 1e18, 1e-20), (2e-24, 3e-25, 1e20), (1e19, 0.0, 1e13)])
+@pytest.mark.parametrize("fmt", [Blocked(rounding="nearest"), Blocked(rounding="nearest", compander=linear)], ids=str)
+def test_elements_that_are_finite_stay_so_beside_the_largest_of_their_block(
+    fmt: Blocked, large: float, small: float, now: float, backend: str, tmp_path: Path
+) -> None:
+    """The square of the block's scale is infinite, or 0, here; what the rule makes of an element is as in strict."""
+    if backend == "cpp" and native.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    names = ("square", "scaled", "product", "around")
+    plan = Plan("a test", signed=fmt, small_numel=0, overrides=dict.fromkeys(names, floats.f32))
+    schedules = [harness.schedule(lagged, plan, "float32", maths) for maths in ("strict", "fast")]
+    pair = harness.Pair(lagged, schedules[0], tmp_path, kernels=schedules[1])
+    first = torch.full((128,), small)
+    first[::64] = large
+    then = torch.full((128,), now)
+    strict, fast = (pair.buffers((128,), torch.zeros(128)) for _ in range(2))
+    for step, g in enumerate((first, then), start=1):
+        pair.run_reference(strict, g, step, 1, 1)
+        if backend == "triton":
+            pair.run_triton(fast, g, step, 1, 1)
+        else:
+            pair.run_cpp([(fast, g, 1)], step, 1)
+    for name in names:
+        assert not strict[name].isnan().any(), name
+        # Each has a decoded value or two, of 4 roundings each, and three products.
+        torch.testing.assert_close(fast[name], strict[name], rtol=11 * 2.0**-23, atol=2.0**-126)
 
 
 @dataclass(frozen=True)

@@ -482,7 +482,7 @@ def chosen() -> Iterable[Job]:
 def watched() -> Iterable[Job]:
     """The sweeps of WATCHED, likewise."""
     for named in WATCHED:
-        several = len(fast_step(*named).stages) > 1
+        several = fast_step(*named).in_stages
         for job in of_several_sweeps(*named) if several else of_one_sweep(*named):
             if WATCHED_ON in job.targets and (job.panels or not several):
                 yield job

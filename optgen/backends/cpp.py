@@ -600,7 +600,8 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     out += head_of_tile(plan, extent, "const float *scalars, int32_t step_key, int32_t stream_key")
     body: list[str] = []
     body += with_comments(
-        [(_pointer(b, k), _buffer_comment(b)) for k, b in enumerate(program.buffers)], comment_mark="//"
+        [(_pointer(b, k), _buffer_comment(b)) for k, b in enumerate(program.buffers) if b in program.touched],
+        comment_mark="//",
     )
     read = {n.attr for n in plan.nodes if n.op == "sym"}
     scalars = [(k, plan.scalar[let.name]) for k, let in enumerate(program.host) if let.name in read]
@@ -657,7 +658,7 @@ def loops(plan: Phases, extent: str, source: str) -> list[str]:
 
 def unpacked(program: Program) -> list[str]:
     """Codes that share bytes are worked on as bytes of their own."""
-    found = [b for b in program.buffers if b.dtype.packed]
+    found = [b for b in program.touched if b.dtype.packed]
     out = [f"alignas(64) uint8_t {b.name}_at[TILE];" for b in found]
     return out + [f"unpack<{b.dtype.bits}>({b.name}_at, {b.name}_packed, BLOCK * blocks);" for b in found if b.reads]
 

@@ -200,8 +200,8 @@ def _block_size(program: Program) -> int:
 
 
 def _dims(step: Step) -> list[str]:
-    """The argument that says of which dimensions columns are made, where that matters; by default of one."""
-    return ["dims=None"] if _gathers(s.schedule.program for s in step.stages) else []
+    """The argument that says of which dimensions columns are made, where something is kept by them; default: of one."""
+    return ["dims=None"] if any(b.space == spaces.axis for b in step.program.buffers) else []
 
 
 def step_function(step: Step, function: str, source: str = "") -> list[str]:

@@ -365,7 +365,7 @@ def registers(schedule: Schedule) -> int | None:
 
     Where it spills all the same, the first step compiles it with more (optgen.runtime.control.without_spills).
     """
-    buffers = schedule.program.buffers
+    buffers = schedule.program.touched
     if len({b.owner for b in buffers if b.role == "state"}) > 2:
         return None
     if sweep_tile(schedule) > max(TILE, schedule.program.block):
@@ -488,7 +488,7 @@ def _printed_roots(schedule: Schedule) -> list[Node]:
 
 
 def _pointers(program: Program) -> list[str]:
-    return [f"{b.name}_ptr" for b in program.buffers if b.role != "partial"]
+    return [f"{b.name}_ptr" for b in program.touched if b.role != "partial"]
 
 
 def _comment(b: Buffer) -> str:
@@ -636,7 +636,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     host = [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
     counted = _is_counted(program)
     found = terms(schedule)
-    elementwise = [b for b in program.buffers if b.space.size or b.space == spaces.elem]
+    elementwise = [b for b in program.touched if b.space.size or b.space == spaces.elem]
     places = _places(schedule)
     out = tile(schedule, function, source, places)
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32"]
@@ -675,7 +675,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     def call(indent: str, elements: str, blocks: str, masked: str, **given: str) -> list[str]:
         """The tile whose pointers are that much further on."""
         eights = f"({elements}) // 8" if elements else ""
-        moved = [(b, further_on(b, blocks, elements, eights) if b in elementwise else "") for b in program.buffers]
+        moved = [(b, further_on(b, blocks, elements, eights) if b in elementwise else "") for b in program.touched]
         names = [f"{b.name}_ptr + {by}" if by else f"{b.name}_ptr" for b, by in moved if b.role != "partial"]
         names += [*(given.get(place, place) for place in places), *host, *keys(schedule), masked]
         results = ", ".join(variable for t in found for variable, _ in t.parts)
@@ -799,7 +799,7 @@ def further_on(b: Buffer, blocks: str, elements: str, eights: str) -> str:
 
 def is_packed(program: Program) -> bool:
     """Whether codes are read or written that share bytes."""
-    return any(b.dtype.packed for b in program.buffers)
+    return any(b.dtype.packed for b in program.touched)
 
 
 def _nothing(t: Term) -> str:
@@ -819,7 +819,7 @@ def folded(t: Term, x: str, strict: bool) -> str:
 def pointers(program: Program, table: Table, aligned: str = "ALIGNED") -> list[str]:
     """The addresses of a tensor's buffers, read from its row of the table."""
     out = []
-    for b in program.buffers:
+    for b in program.touched:
         dtype = "GRAD" if b.role == "grad" else _EIGHTS.get(b.dtype.name) or tl_dtype(b.dtype)
         pointer = f"{b.name}_ptr = pointer(row + {table.columns[b.name]}, {dtype}, {aligned})"
         out.append(f"    {pointer:<64}  # {_comment(b)}")

@@ -166,6 +166,12 @@ def _nodes(program: Program) -> Any:
     return postorder(program.roots())
 
 
+def _has_matrices(program: Program) -> bool:
+    """Whether a step sees matrices: in values, in what it leaves as it is, or in a function of them."""
+    small = (x.space.name in spaces.SMALL for x in (*_nodes(program), *program.buffers))
+    return any(small) or any(n.op == "call" for n in _nodes(program))
+
+
 def function_name(spec: Spec, case: Case) -> str:
     """adamw_bfloat16, adamw_bfloat16_small, adamw_bfloat16_amsgrad: the settings that differ from the default."""
     words = [spec.name, case.param.torch]
@@ -253,7 +259,7 @@ def emit_plan(
         fast_host = scalars.add("kernel_scalars", partial(host.scalars_function, _host(c.fast), unpack))
         reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
-        if len(c.fast.stages) > 1:
+        if c.fast.in_stages:
             lines = triton_stages.kernels(c.fast, "@", source).lines
             kernel_name, new = whole.name(wanted, lines, [let.name for let in c.fast.host])
             if new:
@@ -273,7 +279,7 @@ def emit_plan(
     scalar_names = host.needs(scalars.functions)
     head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "reference", "triton", "cpp")}
     schedules = [x.schedule for c in compiled for s in (c.strict, c.decode, c.encode) for x in s.stages]
-    single = [c.fast.stages[0].schedule for c in compiled if len(c.fast.stages) == 1]
+    single = [c.fast.stages[0].schedule for c in compiled if not c.fast.in_stages]
     return {
         "__init__.py": wrapper.render(
             "plan.py.j2",
@@ -386,7 +392,7 @@ def _variant_row(
         stochastic=any(n.op == "key" for n in _nodes(program)),
         host_states=program.host_states,
         init=dict(starts),
-        matrix=matrix if any(n.space.name in spaces.SMALL or n.op == "call" for n in _nodes(program)) else "last",
+        matrix=matrix if _has_matrices(program) else "last",
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
         stages=[],
     )

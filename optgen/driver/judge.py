@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from optgen.driver import targets
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
+from optgen.lower import untouched
 from optgen.verify import lint
 from optgen.verify.lint import Finding
 
@@ -45,7 +46,9 @@ def look(spec: Spec, plan: Plan) -> Verdict:
 
 def _linted(spec: Spec, case: targets.Case) -> list[Finding]:
     lint.prove_companders(case.storage)
-    return [replace(f, where=_where(case)) for f in lint.lint(lint.recurrences(spec, case.flags), case.storage)]
+    still = untouched(spec, case.storage, case.flags)
+    found = lint.lint(lint.recurrences(spec, case.flags), case.storage, still)
+    return [replace(f, where=_where(case)) for f in found]
 
 
 def _where(case: targets.Case) -> str:

@@ -60,11 +60,11 @@ def cases(spec: Spec, plan: Plan) -> Iterator[Case]:
 def _recurrences(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
     from optgen.lang.symbolic import recurrence
 
-    return {s.name: recurrence(spec, dict(flags), s.name) for s in spec.present(dict(flags))}
+    return {s.name: recurrence(spec, spec.moving(dict(flags), s.name), s.name) for s in spec.present(dict(flags))}
 
 
 def recurrences_of(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> Mapping[str, object]:
-    """How each present state depends on its old self, from the spec."""
+    """How each present state depends on its old self, from the spec; at the steps that change it, if there are any."""
     return _recurrences(spec, flags)
 
 

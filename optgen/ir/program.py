@@ -108,6 +108,11 @@ class Program:
     kept: tuple[Kept, ...] = ()  # of a whole step, before it is cut
     space: Space = spaces.elem  # whose entries the program runs over; a small one: work between two sweeps
 
+    @property
+    def touched(self) -> tuple[Buffer, ...]:
+        """The buffers that are read or written; what the step leaves alone only has its place among the others."""
+        return tuple(b for b in self.buffers if b.reads or b.writes)
+
     def buffer(self, name: str) -> Buffer:
         for b in self.buffers:
             if b.name == name:
@@ -202,6 +207,11 @@ class Step:
         program = schedule.program
         only = Stage(schedule, 0, "the update", tuple(range(len(program.host))))
         return cls(program, (only,), program.host, program.host_locals)
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether its kernels are those of stages; else it is one, which knows elements and blocks only."""
+        return len(self.stages) > 1 or any(b.space.name in spaces.SMALL for b in self.program.buffers)
 
     @property
     def sweeps(self) -> tuple[Stage, ...]:

@@ -151,6 +151,21 @@ class Spec:
         setting = {f.name: given.get(f.name, f.default) for f in self.flags}
         return _traced(self, tuple(setting.items()))
 
+    def unchanged(self, flags: Mapping[str, bool]) -> frozenset[str]:
+        """The states that a step under these flags gives back as it found them."""
+        given = self.trace(flags).states
+        return frozenset(name for name, node in given.items() if node.op == "load" and node.attr == name)
+
+    def moving(self, flags: Mapping[str, bool], state: str) -> dict[str, bool]:
+        """These flags (the rest by default), those that follow steps set so that the state changes, if it ever does."""
+        setting = {f.name: flags.get(f.name, f.default) for f in self.flags}
+        following = [f.name for f in self.flags if f.every]
+        for values in itertools.product(*((setting[name], not setting[name]) for name in following)):
+            found = {**setting, **dict(zip(following, values, strict=True))}
+            if state not in self.unchanged(found):
+                return found
+        return setting
+
     def check(self) -> None:
         """Raises UserError for anything wrong with the spec, under every flag setting."""
         from optgen.lang.check import check

@@ -91,13 +91,20 @@ def _decode_all(spec: Spec, storage: Storage) -> tuple[Value, dict[str, Value], 
     return weight, states, [let for let in inner + lets if let.node.op != "load"]
 
 
-def _rare(spec: Spec, flags: Mapping[str, bool]) -> frozenset[str]:
-    """The states that only change at the multiples of a hyper-parameter, where this is such a step."""
+def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
+    """The states that a step under these flags leaves as they are kept, neither decoded nor encoded again.
+
+    The rule gives them back, and does not change what they are kept relative to.
+    """
+    same = spec.unchanged(flags)
+    moved = {name for name in same if storage.states[name].relative and normalizer(spec, name) not in same}
+    return same - moved
+
+
+def _rare(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
+    """The states that are only stored at the multiples of a hyper-parameter, where this is such a step."""
     now = {f.name: False for f in spec.flags if f.every and flags[f.name]}
-    if not now:
-        return frozenset()
-    between = spec.trace({**flags, **now}).states
-    return frozenset(name for name, node in between.items() if node.op == "load" and node.attr == name)
+    return untouched(spec, storage, {**flags, **now}) if now else frozenset()
 
 
 def _encode_all(
@@ -108,9 +115,14 @@ def _encode_all(
     *,
     stochastic: bool,
     rare: frozenset[str] = frozenset(),
+    still: frozenset[str] = frozenset(),
 ) -> tuple[list[Let], list[Store]]:
-    """The random words, and the stores that keep a weight and the states; `rare`: those not of every step."""
-    wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage)}
+    """The random words, and the stores that keep a weight and the states.
+
+    rare   states that are not stored at every step
+    still  states that are not stored at this one
+    """
+    wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage) if name not in still}
     wants["p"] = storage.master.noise_bits(storage.param)
     noise, words = deal(wants, rare) if stochastic else ({}, [])
     doc = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
@@ -120,6 +132,10 @@ def _encode_all(
     bases = {normalizer(spec, name) for name in storage.states if storage.states[name].relative}
     for name in encoding_order(spec, storage):
         fmt = storage.states[name]
+        if name in still:
+            if name in bases:
+                roots[name] = fmt.decode_root({k: read(b) for k, b in state_buffers(spec, storage, name).items()})
+            continue
         record = Recorder(name, "encode")
         value = Value(states[name].node, record)
         if fmt.plus_zero and not is_plus(value.node):
@@ -192,18 +208,21 @@ def _replacing(old: Node, new: Node) -> Rewriter:
 
 
 def _with_kept(
-    storage: Storage, weight: Node, states: Mapping[str, Node], body: list[Let]
+    storage: Storage, weight: Node, states: Mapping[str, Node], body: list[Let], still: frozenset[str]
 ) -> tuple[Node, dict[str, Node], list[Let]]:
-    """New weight, new states and lets, where what reads a new value finds it as it is kept (Format.as_kept)."""
+    """New weight, new states and lets, where what reads a new value finds it as it is kept (Format.as_kept).
+
+    States that stay `still` are as they are kept.
+    """
     new, lets = dict(states), list(body)
     for name, fmt in storage.states.items():
-        if not fmt.as_kept:
+        if not fmt.as_kept or name in still:
             continue
         value = new[name]
         kept = fmt.decode(fmt.encode(Value(value))).node
         rewrite = _replacing(value, kept)
         weight = rewrite(weight)
-        new = {k: v if k == name else rewrite(v) for k, v in new.items()}
+        new = {k: v if k == name or k in still else rewrite(v) for k, v in new.items()}
         at = max((i + 1 for i, let in enumerate(lets) if let.node is value), default=len(lets))
         lets = [let if let.node is value else replace(let, node=rewrite(let.node)) for let in lets]
         lets.insert(at, Let(f"{name}_kept", kept, doc=f"{name} as it is kept"))
@@ -244,20 +263,25 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
         return substituted(signed(node))
 
     lets = [replace(let, node=rewrite(let.node)) for let in trace.lets]
+    still = untouched(spec, storage, flags)
     new_weight, new_nodes, lets = _with_kept(
-        storage, rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}, lets
+        storage, rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}, lets, still
     )
     body = [Let("g", g.node, "decode"), *decoded, *lets]
     new_states = {name: Value(node) for name, node in new_nodes.items()}
-    rare = _rare(spec, flags)
-    words, stores = _encode_all(spec, storage, Value(new_weight), new_states, stochastic=True, rare=rare)
+    rare = _rare(spec, storage, flags)
+    words, stores = _encode_all(spec, storage, Value(new_weight), new_states, stochastic=True, rare=rare, still=still)
     body += words
-    used = set(ir.loads([let.node for let in body] + [s.node for s in stores]))
-    buffers = tuple(replace(b, reads=b.name in used) for b in buffers)
+    needed = [s.node for s in stores]
+    used, live = (set(ir.loads(nodes)) for nodes in ([*(let.node for let in body), *needed], needed))
+    buffers = tuple(
+        replace(b, reads=b.name in live, writes=False) if b.owner in still else replace(b, reads=b.name in used)
+        for b in buffers
+    )
     kept = [Kept("p", weight.node, new_weight)]
     # What needs values of rows and columns to be read is not read back within the step: they change with it.
     elements = [n for n, v in states.items() if v.node.space == spaces.elem and storage.states[n].matrix is None]
-    kept += [Kept(name, states[name].node, new_nodes[name]) for name in elements]
+    kept += [Kept(name, states[name].node, new_nodes[name]) for name in elements if name not in still]
     if not storage.plan.read_back:
         kept = []
     names = hyper_names(spec)

@@ -73,7 +73,9 @@ def reduces_model(node: Node) -> bool:
 
 def needs_cutting(program: Program) -> bool:
     """Whether anything lives in a space between host and elements, or is computed outside of kernels."""
-    return any(is_small(n) or n.op == "call" for n in postorder(program.roots()))
+    if any(b.space.name in spaces.SMALL for b in program.buffers):
+        return True
+    return any(is_small(n) or n.op == "call" for n in postorder(s.node for s in program.stores))
 
 
 def as_bf16(x: Node) -> Node:
@@ -639,4 +641,10 @@ def cut(program: Program) -> Cut:
     pieces += small.pieces()
     pieces += cutter.call_pieces()
     early = tuple(o for o in at if any(at[o] < s.level and cutter._reads_new(s, o) for s in sweeps))
+    few = any(b.space.name in spaces.SMALL for b in program.buffers)
+    if len(pieces) == 1 and not few:  # one kernel, not a stage: its table has every buffer
+        (only,) = pieces
+        own = {b.name: b for b in only.program.buffers}
+        buffers = tuple(own.get(b.name, replace(b, reads=False, writes=False)) for b in program.buffers)
+        pieces = [replace(only, program=replace(only.program, buffers=buffers))]
     return Cut(tuple(sorted(pieces, key=lambda p: p.level)), early)

@@ -8,13 +8,14 @@ rewrite (EXACT):
     x * 1 -> x        x - 0 -> x        -(-x) -> x        host constants are computed
 rewrite (ROUNDS):
     group     a * (h * b) / s -> (a-free host and block factors first): one multiplication per element; a factor that
-              stands there twice is scaled before it is squared, as an author writes (1 - beta2) * g * g
+              stands there twice is scaled before it is squared, as an author writes (1 - beta2) * g * g; of two blocks'
+              factors the second stays with its own element: their product may leave fp32's range where no element does
     root      sqrt(h * x) -> sqrt(h) * sqrt(x), h >= 0: the root of a state is shared by whoever needs it
     eps       a / (h * x + e) -> (a / h) / (x + e / h), h and e in host space
     step      h * a / (x + e) -> a / (x / h + e / h), h >= 0: the learning rate costs nothing; h < 2^-100 counts as 0,
               under which the denominator is infinite and the quotient 0; e counts as 2^-126 at least, so that 0 / 0
               of e = 0 is 0 where strict maths has NaN
-    square    h * b * b * (x * x) -> (sqrt(h) * b * x) * (sqrt(h) * b * x), h >= 0 in host space, b per block: the
+    square    h * (b * x) * (b * x) -> (sqrt(h) * b * x) * (sqrt(h) * b * x), h >= 0 in host space, b per block: the
               factors meet x where a conversion can take them along
     distribute  h * (h1 * x + h2 * y) -> (h * h1) * x + (h * h2) * y where nothing else reads the sum
     reciprocal  x / y -> x * rcp(y): 0 where y > 2^126, whose reciprocal is subnormal
@@ -132,9 +133,13 @@ class Grouper:
             x, y = (self.product(a) for a in node.args)
             if node.args[0] is node.args[1] and x.num == [node.args[0]]:
                 return Product(num=[node])  # a square that the author made first, such as that of a stored root
+            if node.space == spaces.elem:
+                x, y = self.apart(x, y)
             return Product(_mul(x.host, y.host), _mul(x.block, y.block), x.num + y.num, x.den + y.den)
         if node.op == "div":
             x, y = self.product(node.args[0]), self.denominator(node.args[1])
+            if node.space == spaces.elem:
+                x, y = self.apart(x, y)
             return Product(_div(x.host, y.host), _div(x.block, y.block), x.num + y.den, x.den + y.num)
         if node.op == "sqrt":
             p = self.product(node.args[0])
@@ -145,6 +150,23 @@ class Grouper:
                 inner = self.join(replace(p, host=None, block=None))
                 return Product(_sqrt(p.host), _sqrt(p.block), [ir.op("sqrt", inner)] if inner else [])
         return Product(num=[node])
+
+    def apart(self, x: Product, y: Product) -> tuple[Product, Product]:
+        """The two, of which at most one has a block's factor left; in the other it has met its own element.
+
+        The elements of a block may be far smaller than its scale, or 0: a product of scales overflows where theirs
+        does not.
+        """
+        if x.block is None or y.block is None:
+            return x, y
+        one, other = self.closed(x), self.closed(y)
+        return (one if one.num == other.num else x), other
+
+    def closed(self, p: Product) -> Product:
+        """A product whose factors but the host's are one."""
+        inner = self.join(replace(p, host=None))
+        assert inner is not None
+        return Product(p.host, num=[inner])
 
     def denominator(self, node: Node) -> Product:
         if node.op == "add" and node.space == spaces.elem:
@@ -190,6 +212,8 @@ class Grouper:
             rest.append(ir.op("mul", again, rest.pop()) if rest else again)
         # (h * g) * g rather than h * (g * g), which overflows where the product may not: as many instructions.
         out = scale if square else None
+        if square and p.block is not None:  # b * x * g * g: a block's factor meets its element before what is squared
+            rest = sorted(rest, key=rest.count)
         for n in rest:
             out = _mul(out, n)
         if not square:
@@ -203,13 +227,13 @@ class Grouper:
         return out
 
     def square(self, p: Product) -> Node | None:
-        """The root of a product that is a square of an element's value and of a block's."""
-        if p.den or len(p.num) != 2 or p.num[0] is not p.num[1] or p.block is None or p.block.op != "mul":
+        """The root of a product that is the square of an element's value that has a block's factor."""
+        if p.den or p.block is not None or len(p.num) != 2 or p.num[0] is not p.num[1]:
             return None
-        b, same = p.block.args
-        if b is not same or (p.host is not None and self.intervals(p.host)[0] < 0):
+        inner = self.product(p.num[0])
+        if inner.block is None or (p.host is not None and self.intervals(p.host)[0] < 0):
             return None
-        return _mul(_mul(_sqrt(p.host), b), p.num[0])
+        return self.join(replace(inner, host=_mul(_sqrt(p.host), inner.host)))
 
     def __call__(self, node: Node) -> Node:
         if node.dtype is not dtypes.f32 or node.space != spaces.elem or node.op not in ("mul", "div", "neg", "sqrt"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -37,7 +37,7 @@ from optgen.formats.scales import LARGEST as LARGEST_SCALE
 from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec, filled
 from optgen.lang.values import equal, reader_of
-from optgen.lower import lower, matrix_of
+from optgen.lower import lower, matrix_of, untouched
 from optgen.ops import spaces
 from optgen.ops.dtypes import FROM_TORCH, DType
 from optgen.ops.prims import REDUCTIONS
@@ -142,10 +142,12 @@ def enclose(
     gradient = Interval.point(g.float(), model)
     p, states, host = _evaluated(spec, before, gradient, hypers)
     early = read_back(spec, storage, flags)
-    as_kept = tuple(name for name, fmt in storage.states.items() if fmt.as_kept)
+    still = untouched(spec, storage, flags)
+    as_kept = tuple(name for name, fmt in storage.states.items() if fmt.as_kept and name not in still)
     if early or as_kept:
-        p, states = _with_read_back(spec, storage, before, gradient, hypers, flags, (*early, *as_kept), kept, dims)
-    new = {name: _kept(spec, storage, name, states, shape, kept, dims) for name in states}
+        both = (*early, *as_kept)
+        p, states = _with_read_back(spec, storage, before, gradient, hypers, flags, both, kept, dims, still)
+    new = {name: _kept(spec, storage, name, states, shape, kept, dims, still) for name in states}
     return Values(stored_weight(storage, p), new, host, before.step + 1)
 
 
@@ -157,14 +159,17 @@ def _kept(
     shape: torch.Size,
     kept: Mapping[str, Tensor] | None,
     dims: tuple[int, ...] | None,
+    still: Collection[str],
 ) -> Interval:
-    """What a state may read as after its new value was stored."""
+    """What a state may read as after its new value was stored; one that stays `still` is as it was."""
+    if name in still:
+        return states[name]
     decl, fmt, root = next(s for s in spec.states if s.name == name), storage.states[name], None
     if fmt.relative:
         base = decl.normalized_by
         assert base is not None
         if kept is None:
-            root = _root(_kept(spec, storage, base, states, shape, None, dims))
+            root = _root(_kept(spec, storage, base, states, shape, None, dims, still))
         else:
             root = _root(Interval.point(kept[base], states[name].model))
     return stored(fmt, _full(states[name], layout.value_shape(decl.space.name, shape)), root, dims)
@@ -197,6 +202,7 @@ def _with_read_back(
     early: tuple[str, ...],
     kept: Mapping[str, Tensor] | None,
     dims: tuple[int, ...] | None,
+    still: Collection[str],
 ) -> tuple[Interval, dict[str, Interval]]:
     """New p and states, where what reads an early value may see it before it was stored or after; where its format says
     that the rule reads it as kept, after."""
@@ -213,7 +219,7 @@ def _with_read_back(
         elif name == "p":
             after = stored_weight(storage, exact["p"])
         else:
-            after = _kept(spec, storage, name, exact, before.p.shape, None, dims)
+            after = _kept(spec, storage, name, exact, before.p.shape, None, dims, still)
         # An unknown end stays one: NaN wins in minimum and maximum.
         lo, hi = torch.minimum(exact[name].lo, after.lo), torch.maximum(exact[name].hi, after.hi)
         if name != "p" and storage.states[name].as_kept:

@@ -14,8 +14,8 @@ L6  a scale that is itself rounded to nearest, and not what the encoder divides 
 L7  statistics of a whole tensor cost a second pass over memory
 L8  an ever-growing sum, to nearest, stops at the first value whose half cell exceeds a step
 L9  a running maximum without decay, stochastically, climbs, a minimum sinks: what is rounded away is never taken
-    back; to nearest, in codes that count in units of a scale, it follows the scale of its block; a constant,
-    stochastically, wanders
+    back; to nearest, in codes that count in units of a scale, it follows the scale of its block; a constant that
+    is stored again, with what it is kept relative to, wanders stochastically
 L10 what is only ever multiplied stays 0 once it is 0
 L11 a narrow weight, to nearest, loses updates below half of its last place
 L12 a codebook without the number that a block's largest magnitude becomes shrinks the block at each store
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -49,6 +49,7 @@ from optgen.ir import node as ir
 from optgen.lang import probe
 from optgen.lang.spec import Spec
 from optgen.lang.values import Value
+from optgen.lower import untouched
 from optgen.ops import dtypes, spaces, tables
 from optgen.ops.prims import REDUCTIONS
 from optgen.verify import bounds
@@ -91,11 +92,11 @@ class Finding:
 
 
 def recurrences(spec: Spec, flags: Mapping[str, bool] | None = None) -> dict[str, Recurrence]:
-    """Every present state's recurrence, decays as numbers."""
+    """Every present state's recurrence, at the steps that change it, if there are any; decays as numbers."""
     from optgen.lang.symbolic import recurrence
 
     chosen = {f.name: f.default for f in spec.flags} | dict(flags or {})
-    found = {s.name: recurrence(spec, chosen, s.name) for s in spec.present(chosen)}
+    found = {s.name: recurrence(spec, spec.moving(chosen, s.name), s.name) for s in spec.present(chosen)}
     values = {part: value for h in spec.hypers for part, value in zip(h.parts, h.values, strict=True)}
     # A flag that says that a hyper-parameter is not 0 rules its default of 0 out.
     values |= {f.nonzero: TYPICAL for f in spec.flags if f.nonzero and chosen[f.name] and values.get(f.nonzero) == 0}
@@ -128,14 +129,20 @@ def _overflow(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> tuple[Finding,
     return (Finding("L15", "warning", name, reason),)
 
 
-def lint(recurrences: Mapping[str, Recurrence], storage: Storage) -> list[Finding]:
-    """Everything there is to say about these states under this storage, errors first."""
+def lint(
+    recurrences: Mapping[str, Recurrence], storage: Storage, still: Collection[str] = ()
+) -> list[Finding]:
+    """Everything there is to say about these states under this storage, errors first.
+
+    still  states that the step leaves as they are: of those only the range counts, in which they began
+    """
     out: list[Finding] = []
     for name, fmt in storage.states.items():
         recurrence = recurrences.get(name, Recurrence("other"))
         nonneg = name in storage.nonneg
         for code, severity, reason in _of_state(fmt, recurrence, nonneg):
-            out.append(Finding(code, severity, name, reason))
+            if name not in still or code == "L5":
+                out.append(Finding(code, severity, name, reason))
     out += _of_weight(storage)
     order = {"error": 0, "warning": 1, "note": 2}
     return sorted(out, key=lambda f: order[f.severity])
@@ -417,7 +424,8 @@ def check(
     where  as in Finding
     """
     prove_companders(storage)
-    findings = [replace(f, where=where) for f in lint(recurrences(spec, flags), storage)]
+    still = untouched(spec, storage, {f.name: f.default for f in spec.flags} | dict(flags or {}))
+    findings = [replace(f, where=where) for f in lint(recurrences(spec, flags), storage, still)]
     errors = [f for f in findings if f.severity == "error"]
     if errors and not plan.forced:
         first = errors[0]

@@ -14,7 +14,7 @@
 //                 exact; every f32
 //     slow        4 B  f32
 //                 exact; every f32
-//   traffic   30 B per bfloat16 parameter and step: 1 sweep, no temporaries
+//   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "optgen.h"
@@ -25,7 +25,7 @@ template <class Grad>
 struct lookahead_adamw_float32 {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -34,7 +34,6 @@ struct lookahead_adamw_float32 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[4];        // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -51,7 +50,6 @@ struct lookahead_adamw_float32 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F slow = load(slow_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
@@ -62,7 +60,6 @@ struct lookahead_adamw_float32 {
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -71,7 +68,7 @@ template <class Grad>
 struct lookahead_adamw_bfloat16 {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -80,7 +77,6 @@ struct lookahead_adamw_bfloat16 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[4];        // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -98,7 +94,6 @@ struct lookahead_adamw_bfloat16 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
-            const F slow = load(slow_at + i);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -112,7 +107,6 @@ struct lookahead_adamw_bfloat16 {
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -121,7 +115,7 @@ template <class Grad>
 struct lookahead_adamw_float16 {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -130,7 +124,6 @@ struct lookahead_adamw_float16 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[4];        // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -148,7 +141,6 @@ struct lookahead_adamw_float16 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
-            const F slow = load(slow_at + i);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -160,7 +152,6 @@ struct lookahead_adamw_float16 {
             store(p_at + i, narrow_half(p_3));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -319,7 +310,7 @@ template <class Grad>
 struct lookahead_adamw_float32_amsgrad {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -329,7 +320,6 @@ struct lookahead_adamw_float32_amsgrad {
         float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[5];            // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -347,7 +337,6 @@ struct lookahead_adamw_float32_amsgrad {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F slow = load(slow_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -361,7 +350,6 @@ struct lookahead_adamw_float32_amsgrad {
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -370,7 +358,7 @@ template <class Grad>
 struct lookahead_adamw_bfloat16_amsgrad {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -380,7 +368,6 @@ struct lookahead_adamw_bfloat16_amsgrad {
         float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[5];            // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -399,7 +386,6 @@ struct lookahead_adamw_bfloat16_amsgrad {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                 // bf16, nearest
-            const F slow = load(slow_at + i);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -416,7 +402,6 @@ struct lookahead_adamw_bfloat16_amsgrad {
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -425,7 +410,7 @@ template <class Grad>
 struct lookahead_adamw_float16_amsgrad {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -435,7 +420,6 @@ struct lookahead_adamw_float16_amsgrad {
         float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[5];            // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -454,7 +438,6 @@ struct lookahead_adamw_float16_amsgrad {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                              // f16, nearest
-            const F slow = load(slow_at + i);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -469,7 +452,6 @@ struct lookahead_adamw_float16_amsgrad {
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };

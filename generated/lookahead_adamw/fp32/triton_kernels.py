@@ -14,7 +14,7 @@
 #                 exact; every f32
 #     slow        4 B  f32
 #                 exact; every f32
-#   traffic   30 B per bfloat16 parameter and step: 1 sweep, no temporaries
+#   traffic   22 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
@@ -26,9 +26,9 @@ from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reci
 
 @triton.jit
 def lookahead_adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, slow_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -36,7 +36,6 @@ def lookahead_adamw_float32_tile(
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
@@ -46,7 +45,6 @@ def lookahead_adamw_float32_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -68,7 +66,6 @@ def lookahead_adamw_float32(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    slow_ptr = pointer(row + 4, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 5)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -78,16 +75,15 @@ def lookahead_adamw_float32(
     g_ptr += origin
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
-    slow_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             lookahead_adamw_float32_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, False,
             )
     full = count // (2 * TILE) * 2
     for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -95,17 +91,17 @@ def lookahead_adamw_float32(
         start = full * TILE + part * LESS
         live = few < count - start
         lookahead_adamw_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, slow_ptr + start, few, live,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def lookahead_adamw_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, slow_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -114,7 +110,6 @@ def lookahead_adamw_bfloat16_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -125,7 +120,6 @@ def lookahead_adamw_bfloat16_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -149,7 +143,6 @@ def lookahead_adamw_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    slow_ptr = pointer(row + 4, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 5)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -159,16 +152,15 @@ def lookahead_adamw_bfloat16(
     g_ptr += origin
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
-    slow_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             lookahead_adamw_bfloat16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, False,
             )
     full = count // (2 * TILE) * 2
     for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -176,17 +168,17 @@ def lookahead_adamw_bfloat16(
         start = full * TILE + part * LESS
         live = few < count - start
         lookahead_adamw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, slow_ptr + start, few, live,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def lookahead_adamw_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, slow_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -195,7 +187,6 @@ def lookahead_adamw_float16_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -206,7 +197,6 @@ def lookahead_adamw_float16_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -228,7 +218,6 @@ def lookahead_adamw_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    slow_ptr = pointer(row + 4, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 5)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -238,16 +227,15 @@ def lookahead_adamw_float16(
     g_ptr += origin
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
-    slow_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             lookahead_adamw_float16_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, False,
             )
     full = count // (2 * TILE) * 2
     for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -255,8 +243,8 @@ def lookahead_adamw_float16(
         start = full * TILE + part * LESS
         live = few < count - start
         lookahead_adamw_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, slow_ptr + start, few, live,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
@@ -503,7 +491,7 @@ def lookahead_adamw_float16_sync(
 
 @triton.jit
 def lookahead_adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, slow_ptr, at, live, beta1, beta2,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
@@ -514,7 +502,6 @@ def lookahead_adamw_float32_amsgrad_tile(
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
@@ -526,7 +513,6 @@ def lookahead_adamw_float32_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -550,7 +536,6 @@ def lookahead_adamw_float32_amsgrad(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    slow_ptr = pointer(row + 5, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 6)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -561,17 +546,15 @@ def lookahead_adamw_float32_amsgrad(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
-    slow_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             lookahead_adamw_float32_amsgrad_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE,
-                slow_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     full = count // (2 * TILE) * 2
     for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -580,15 +563,14 @@ def lookahead_adamw_float32_amsgrad(
         live = few < count - start
         lookahead_adamw_float32_amsgrad_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            slow_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, True,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def lookahead_adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, slow_ptr, at, live, beta1, beta2,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
@@ -600,7 +582,6 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -613,7 +594,6 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -639,7 +619,6 @@ def lookahead_adamw_bfloat16_amsgrad(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    slow_ptr = pointer(row + 5, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 6)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -650,17 +629,15 @@ def lookahead_adamw_bfloat16_amsgrad(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
-    slow_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             lookahead_adamw_bfloat16_amsgrad_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE,
-                slow_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     full = count // (2 * TILE) * 2
     for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -669,15 +646,14 @@ def lookahead_adamw_bfloat16_amsgrad(
         live = few < count - start
         lookahead_adamw_bfloat16_amsgrad_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            slow_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, True,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def lookahead_adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, slow_ptr, at, live, beta1, beta2,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
@@ -689,7 +665,6 @@ def lookahead_adamw_float16_amsgrad_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -702,7 +677,6 @@ def lookahead_adamw_float16_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
@@ -726,7 +700,6 @@ def lookahead_adamw_float16_amsgrad(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    slow_ptr = pointer(row + 5, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 6)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -737,17 +710,15 @@ def lookahead_adamw_float16_amsgrad(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
-    slow_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             lookahead_adamw_float16_amsgrad_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE,
-                slow_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     full = count // (2 * TILE) * 2
     for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -756,9 +727,8 @@ def lookahead_adamw_float16_amsgrad(
         live = few < count - start
         lookahead_adamw_float16_amsgrad_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            slow_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, True,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
@@ -1044,4 +1014,7 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
+    "lookahead_adamw_float32": {"maxnreg": 64},
+    "lookahead_adamw_bfloat16": {"maxnreg": 64},
+    "lookahead_adamw_float16": {"maxnreg": 64},
 }

@@ -17,7 +17,7 @@
 #                 cells more than that
 #     slow        4 B  f32
 #                 exact; every f32
-#   traffic   20.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
+#   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Field, Variant

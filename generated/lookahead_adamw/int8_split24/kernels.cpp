@@ -17,7 +17,7 @@
 //                 cells more than that
 //     slow        4 B  f32
 //                 exact; every f32
-//   traffic   20.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
+//   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 //   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "optgen.h"
@@ -28,7 +28,7 @@ template <class Grad>
 struct lookahead_adamw_float32 {
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -45,7 +45,6 @@ struct lookahead_adamw_float32 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
-        float *__restrict slow_at = (float *)at[6];                  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -127,7 +126,6 @@ struct lookahead_adamw_float32 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
-                const F slow = load(slow_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -146,7 +144,6 @@ struct lookahead_adamw_float32 {
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(exp_avg_kept + i, exp_avg);
                 store(p_at + i, p_3);
-                store(slow_at + i, slow);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -184,7 +181,6 @@ struct lookahead_adamw_float32 {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -223,8 +219,8 @@ struct lookahead_adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -241,7 +237,7 @@ template <class Grad>
 struct lookahead_adamw_float32_small {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -250,7 +246,6 @@ struct lookahead_adamw_float32_small {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[4];        // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -267,7 +262,6 @@ struct lookahead_adamw_float32_small {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F slow = load(slow_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
@@ -278,7 +272,6 @@ struct lookahead_adamw_float32_small {
             store(p_at + i, p_3);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -287,7 +280,7 @@ template <class Grad>
 struct lookahead_adamw_bfloat16 {
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -305,7 +298,6 @@ struct lookahead_adamw_bfloat16 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        float *__restrict slow_at = (float *)at[7];                  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -387,7 +379,6 @@ struct lookahead_adamw_bfloat16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F slow = load(slow_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -403,7 +394,6 @@ struct lookahead_adamw_bfloat16 {
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
-                store(slow_at + i, slow);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -500,7 +490,6 @@ struct lookahead_adamw_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -517,7 +506,7 @@ template <class Grad>
 struct lookahead_adamw_bfloat16_small {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -527,7 +516,6 @@ struct lookahead_adamw_bfloat16_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[5];            // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -563,7 +551,6 @@ struct lookahead_adamw_bfloat16_small {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F slow = load(slow_at + i);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -580,7 +567,6 @@ struct lookahead_adamw_bfloat16_small {
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -589,7 +575,7 @@ template <class Grad>
 struct lookahead_adamw_float16 {
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -607,7 +593,6 @@ struct lookahead_adamw_float16 {
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
         uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        float *__restrict slow_at = (float *)at[7];                  // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -689,7 +674,6 @@ struct lookahead_adamw_float16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F slow = load(slow_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -705,7 +689,6 @@ struct lookahead_adamw_float16 {
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
-                store(slow_at + i, slow);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -820,7 +803,6 @@ struct lookahead_adamw_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -837,7 +819,7 @@ template <class Grad>
 struct lookahead_adamw_float16_small {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -847,7 +829,6 @@ struct lookahead_adamw_float16_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[5];            // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -891,7 +872,6 @@ struct lookahead_adamw_float16_small {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F slow = load(slow_at + i);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -918,7 +898,6 @@ struct lookahead_adamw_float16_small {
             store(weight_low_at + i, p_kept_);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -1847,7 +1826,7 @@ template <class Grad>
 struct lookahead_adamw_float32_amsgrad {
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -1866,7 +1845,6 @@ struct lookahead_adamw_float32_amsgrad {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
-        float *__restrict slow_at = (float *)at[8];                      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1945,7 +1923,6 @@ struct lookahead_adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1974,7 +1951,6 @@ struct lookahead_adamw_float32_amsgrad {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
-                const F slow = load(slow_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -1999,7 +1975,6 @@ struct lookahead_adamw_float32_amsgrad {
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(p_at + i, p_3);
-                store(slow_at + i, slow);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -2054,8 +2029,8 @@ struct lookahead_adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -2100,8 +2075,8 @@ struct lookahead_adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2118,7 +2093,7 @@ template <class Grad>
 struct lookahead_adamw_float32_amsgrad_small {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -2128,7 +2103,6 @@ struct lookahead_adamw_float32_amsgrad_small {
         float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[5];            // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -2146,7 +2120,6 @@ struct lookahead_adamw_float32_amsgrad_small {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F slow = load(slow_at + i);
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -2160,7 +2133,6 @@ struct lookahead_adamw_float32_amsgrad_small {
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -2169,7 +2141,7 @@ template <class Grad>
 struct lookahead_adamw_bfloat16_amsgrad {
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -2189,7 +2161,6 @@ struct lookahead_adamw_bfloat16_amsgrad {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
-        float *__restrict slow_at = (float *)at[9];                      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -2296,7 +2267,6 @@ struct lookahead_adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F slow = load(slow_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -2318,7 +2288,6 @@ struct lookahead_adamw_bfloat16_amsgrad {
                 store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-                store(slow_at + i, slow);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -2394,7 +2363,6 @@ struct lookahead_adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -2439,8 +2407,8 @@ struct lookahead_adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2457,7 +2425,7 @@ template <class Grad>
 struct lookahead_adamw_bfloat16_amsgrad_small {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -2468,7 +2436,6 @@ struct lookahead_adamw_bfloat16_amsgrad_small {
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[6];            // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -2505,7 +2472,6 @@ struct lookahead_adamw_bfloat16_amsgrad_small {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-            const F slow = load(slow_at + i);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -2525,7 +2491,6 @@ struct lookahead_adamw_bfloat16_amsgrad_small {
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };
@@ -2534,7 +2499,7 @@ template <class Grad>
 struct lookahead_adamw_float16_amsgrad {
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -2554,7 +2519,6 @@ struct lookahead_adamw_float16_amsgrad {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
-        float *__restrict slow_at = (float *)at[9];                      // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -2661,7 +2625,6 @@ struct lookahead_adamw_float16_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F slow = load(slow_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -2683,7 +2646,6 @@ struct lookahead_adamw_float16_amsgrad {
                 store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
-                store(slow_at + i, slow);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -2777,7 +2739,6 @@ struct lookahead_adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -2822,8 +2783,8 @@ struct lookahead_adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2840,7 +2801,7 @@ template <class Grad>
 struct lookahead_adamw_float16_amsgrad_small {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 9;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -2851,7 +2812,6 @@ struct lookahead_adamw_float16_amsgrad_small {
         float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
         float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
         float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
-        float *__restrict slow_at = (float *)at[6];            // float32 [n]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -2896,7 +2856,6 @@ struct lookahead_adamw_float16_amsgrad_small {
             const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-            const F slow = load(slow_at + i);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -2926,7 +2885,6 @@ struct lookahead_adamw_float16_amsgrad_small {
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, slow);
         }
     }
 };

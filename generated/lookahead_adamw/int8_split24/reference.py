@@ -17,7 +17,7 @@
 #                 cells more than that
 #     slow        4 B  f32
 #                 exact; every f32
-#   traffic   20.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
+#   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 # fmt: off
 # ruff: noqa
 import torch
@@ -67,7 +67,6 @@ def lookahead_adamw_float32(
     g = grad_scale * g
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -119,7 +118,6 @@ def lookahead_adamw_float32(
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_float32_small(
@@ -142,7 +140,6 @@ def lookahead_adamw_float32_small(
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -154,7 +151,6 @@ def lookahead_adamw_float32_small(
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_bfloat16(
@@ -203,7 +199,6 @@ def lookahead_adamw_bfloat16(
     g = grad_scale * g_stored.to(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -258,7 +253,6 @@ def lookahead_adamw_bfloat16(
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_bfloat16_small(
@@ -285,7 +279,6 @@ def lookahead_adamw_bfloat16_small(
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -308,7 +301,6 @@ def lookahead_adamw_bfloat16_small(
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_float16(
@@ -363,7 +355,6 @@ def lookahead_adamw_float16(
     g = grad_scale * g_stored.to(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -428,7 +419,6 @@ def lookahead_adamw_float16(
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_float16_small(
@@ -461,7 +451,6 @@ def lookahead_adamw_float16_small(
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g              # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -494,7 +483,6 @@ def lookahead_adamw_float16_small(
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_float32_sync(
@@ -1028,7 +1016,6 @@ def lookahead_adamw_float32_amsgrad(
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1098,7 +1085,6 @@ def lookahead_adamw_float32_amsgrad(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_float32_amsgrad_small(
@@ -1122,7 +1108,6 @@ def lookahead_adamw_float32_amsgrad_small(
     g = grad_scale * g
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1138,7 +1123,6 @@ def lookahead_adamw_float32_amsgrad_small(
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq)
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_bfloat16_amsgrad(
@@ -1198,7 +1182,6 @@ def lookahead_adamw_bfloat16_amsgrad(
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1271,7 +1254,6 @@ def lookahead_adamw_bfloat16_amsgrad(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_bfloat16_amsgrad_small(
@@ -1300,7 +1282,6 @@ def lookahead_adamw_bfloat16_amsgrad_small(
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1327,7 +1308,6 @@ def lookahead_adamw_bfloat16_amsgrad_small(
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq)
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_float16_amsgrad(
@@ -1393,7 +1373,6 @@ def lookahead_adamw_float16_amsgrad(
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1476,7 +1455,6 @@ def lookahead_adamw_float16_amsgrad(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_float16_amsgrad_small(
@@ -1511,7 +1489,6 @@ def lookahead_adamw_float16_amsgrad_small(
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
-    slow = b.elements(slow_tensor)
     # -- update  (specs/lookahead_adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1548,7 +1525,6 @@ def lookahead_adamw_float16_amsgrad_small(
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq)
-    b.store(slow_tensor, slow)
 
 
 def lookahead_adamw_float32_amsgrad_sync(

@@ -17,7 +17,7 @@
 #                 cells more than that
 #     slow        4 B  f32
 #                 exact; every f32
-#   traffic   20.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
+#   traffic   12.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
@@ -32,10 +32,9 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def lookahead_adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, slow_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -59,7 +58,6 @@ def lookahead_adamw_float32_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -71,7 +69,6 @@ def lookahead_adamw_float32_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -132,7 +129,6 @@ def lookahead_adamw_float32(
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    slow_ptr = pointer(row + 6, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
@@ -157,9 +153,9 @@ def lookahead_adamw_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, slow_ptr, where,
-                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
+                live_block, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -172,7 +168,6 @@ def lookahead_adamw_float32(
         exp_avg_scale_ptr += first * BLOCKS
         exp_avg_sq_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -182,8 +177,8 @@ def lookahead_adamw_float32(
                 lookahead_adamw_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
@@ -194,18 +189,17 @@ def lookahead_adamw_float32(
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few,
-                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def lookahead_adamw_float32_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, slow_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -213,7 +207,6 @@ def lookahead_adamw_float32_small_tile(
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
@@ -223,7 +216,6 @@ def lookahead_adamw_float32_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -245,7 +237,6 @@ def lookahead_adamw_float32_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    slow_ptr = pointer(row + 4, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 5)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -255,16 +246,15 @@ def lookahead_adamw_float32_small(
     g_ptr += origin
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
-    slow_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             lookahead_adamw_float32_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, False,
             )
     full = count // (2 * TILE) * 2
     for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -272,16 +262,16 @@ def lookahead_adamw_float32_small(
         start = full * TILE + part * LESS
         live = few < count - start
         lookahead_adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, slow_ptr + start, few, live,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def lookahead_adamw_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    slow_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -310,7 +300,6 @@ def lookahead_adamw_bfloat16_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -323,7 +312,6 @@ def lookahead_adamw_bfloat16_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -388,7 +376,6 @@ def lookahead_adamw_bfloat16(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    slow_ptr = pointer(row + 7, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
@@ -414,7 +401,7 @@ def lookahead_adamw_bfloat16(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_bfloat16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                slow_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
@@ -429,7 +416,6 @@ def lookahead_adamw_bfloat16(
         exp_avg_scale_ptr += first * BLOCKS
         exp_avg_sq_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -439,10 +425,10 @@ def lookahead_adamw_bfloat16(
                 lookahead_adamw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -453,7 +439,7 @@ def lookahead_adamw_bfloat16(
             lookahead_adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live, live_block,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
@@ -461,7 +447,7 @@ def lookahead_adamw_bfloat16(
 
 @triton.jit
 def lookahead_adamw_bfloat16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, slow_ptr, at, live, index, beta1, beta2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -475,7 +461,6 @@ def lookahead_adamw_bfloat16_small_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -486,7 +471,6 @@ def lookahead_adamw_bfloat16_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -520,7 +504,6 @@ def lookahead_adamw_bfloat16_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    slow_ptr = pointer(row + 5, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
     pace = tl.load(row + 11)
@@ -536,7 +519,7 @@ def lookahead_adamw_bfloat16_small(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             lookahead_adamw_bfloat16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, slow_ptr, where, live, number, beta1, beta2,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, where, live, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
@@ -548,7 +531,6 @@ def lookahead_adamw_bfloat16_small(
         weight_low_ptr += origin
         exp_avg_ptr += origin
         exp_avg_sq_ptr += origin
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin // 8 * 8 + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -557,8 +539,8 @@ def lookahead_adamw_bfloat16_small(
             for odd in tl.static_range(2):
                 lookahead_adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -568,17 +550,17 @@ def lookahead_adamw_bfloat16_small(
             start = full * TILE + part * LESS
             live = few < count - start
             lookahead_adamw_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def lookahead_adamw_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    slow_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -614,7 +596,6 @@ def lookahead_adamw_float16_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -627,7 +608,6 @@ def lookahead_adamw_float16_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -701,7 +681,6 @@ def lookahead_adamw_float16(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    slow_ptr = pointer(row + 7, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
@@ -727,7 +706,7 @@ def lookahead_adamw_float16(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float16_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                slow_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
@@ -742,7 +721,6 @@ def lookahead_adamw_float16(
         exp_avg_scale_ptr += first * BLOCKS
         exp_avg_sq_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -752,10 +730,10 @@ def lookahead_adamw_float16(
                 lookahead_adamw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -766,7 +744,7 @@ def lookahead_adamw_float16(
             lookahead_adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live, live_block,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
@@ -774,7 +752,7 @@ def lookahead_adamw_float16(
 
 @triton.jit
 def lookahead_adamw_float16_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, slow_ptr, at, live, index, beta1, beta2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, at, live, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -795,7 +773,6 @@ def lookahead_adamw_float16_small_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -806,7 +783,6 @@ def lookahead_adamw_float16_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -849,7 +825,6 @@ def lookahead_adamw_float16_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    slow_ptr = pointer(row + 5, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
     pace = tl.load(row + 11)
@@ -865,7 +840,7 @@ def lookahead_adamw_float16_small(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             lookahead_adamw_float16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, slow_ptr, where, live, number, beta1, beta2,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, where, live, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
@@ -877,7 +852,6 @@ def lookahead_adamw_float16_small(
         weight_low_ptr += origin
         exp_avg_ptr += origin
         exp_avg_sq_ptr += origin
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin // 8 * 8 + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -886,8 +860,8 @@ def lookahead_adamw_float16_small(
             for odd in tl.static_range(2):
                 lookahead_adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -897,10 +871,10 @@ def lookahead_adamw_float16_small(
             start = full * TILE + part * LESS
             live = few < count - start
             lookahead_adamw_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
@@ -1788,7 +1762,7 @@ def lookahead_adamw_float16_sync_small(
 @triton.jit
 def lookahead_adamw_float32_amsgrad_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_range_ptr, slow_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1825,7 +1799,6 @@ def lookahead_adamw_float32_amsgrad_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     p = get(p_ptr, at, live, MASKED)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1839,7 +1812,6 @@ def lookahead_adamw_float32_amsgrad_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -1916,7 +1888,6 @@ def lookahead_adamw_float32_amsgrad(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    slow_ptr = pointer(row + 8, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
     stream_key = tl.load(row + 11).to(tl.int32)
@@ -1942,7 +1913,7 @@ def lookahead_adamw_float32_amsgrad(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float32_amsgrad_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, slow_ptr, where, block, live, live_block, number, beta1, beta2,
+                max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, True,
             )
@@ -1959,7 +1930,6 @@ def lookahead_adamw_float32_amsgrad(
         exp_avg_sq_range_ptr += first * BLOCKS
         max_exp_avg_sq_ptr += origin
         max_exp_avg_sq_range_ptr += first * BLOCKS
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -1970,10 +1940,9 @@ def lookahead_adamw_float32_amsgrad(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1984,15 +1953,15 @@ def lookahead_adamw_float32_amsgrad(
             lookahead_adamw_float32_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def lookahead_adamw_float32_amsgrad_small_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, slow_ptr, at, live, beta1, beta2,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
@@ -2003,7 +1972,6 @@ def lookahead_adamw_float32_amsgrad_small_tile(
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2 * exp_avg_sq)
@@ -2015,7 +1983,6 @@ def lookahead_adamw_float32_amsgrad_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -2039,7 +2006,6 @@ def lookahead_adamw_float32_amsgrad_small(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    slow_ptr = pointer(row + 5, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 6)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -2050,17 +2016,15 @@ def lookahead_adamw_float32_amsgrad_small(
     exp_avg_ptr += origin
     exp_avg_sq_ptr += origin
     max_exp_avg_sq_ptr += origin
-    slow_ptr += origin
     count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             lookahead_adamw_float32_amsgrad_small_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE,
-                slow_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     full = count // (2 * TILE) * 2
     for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2069,17 +2033,16 @@ def lookahead_adamw_float32_amsgrad_small(
         live = few < count - start
         lookahead_adamw_float32_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            slow_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, True,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
 
 
 @triton.jit
 def lookahead_adamw_bfloat16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, slow_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2118,7 +2081,6 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -2133,7 +2095,6 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -2214,7 +2175,6 @@ def lookahead_adamw_bfloat16_amsgrad(
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    slow_ptr = pointer(row + 9, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 10)
     columns = tl.load(row + 11)
     stream_key = tl.load(row + 12).to(tl.int32)
@@ -2240,8 +2200,8 @@ def lookahead_adamw_bfloat16_amsgrad(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_bfloat16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, slow_ptr, where, block, live, live_block, number, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, True,
             )
     else:
@@ -2258,7 +2218,6 @@ def lookahead_adamw_bfloat16_amsgrad(
         exp_avg_sq_range_ptr += first * BLOCKS
         max_exp_avg_sq_ptr += origin
         max_exp_avg_sq_range_ptr += first * BLOCKS
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -2270,9 +2229,9 @@ def lookahead_adamw_bfloat16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2284,16 +2243,16 @@ def lookahead_adamw_bfloat16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def lookahead_adamw_bfloat16_amsgrad_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, slow_ptr, at, live, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, index, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -2307,7 +2266,6 @@ def lookahead_adamw_bfloat16_amsgrad_small_tile(
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
     p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -2320,7 +2278,6 @@ def lookahead_adamw_bfloat16_amsgrad_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -2356,7 +2313,6 @@ def lookahead_adamw_bfloat16_amsgrad_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
-    slow_ptr = pointer(row + 6, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 7)
     stream_key = tl.load(row + 9).to(tl.int32)
     pace = tl.load(row + 12)
@@ -2372,8 +2328,8 @@ def lookahead_adamw_bfloat16_amsgrad_small(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             lookahead_adamw_bfloat16_amsgrad_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, slow_ptr, where, live,
-                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, where, live, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
@@ -2385,7 +2341,6 @@ def lookahead_adamw_bfloat16_amsgrad_small(
         exp_avg_ptr += origin
         exp_avg_sq_ptr += origin
         max_exp_avg_sq_ptr += origin
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin // 8 * 8 + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -2395,10 +2350,9 @@ def lookahead_adamw_bfloat16_amsgrad_small(
                 lookahead_adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    scalar_5, scalar_6, step_key, stream_key, False,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2407,7 +2361,7 @@ def lookahead_adamw_bfloat16_amsgrad_small(
             live = few < count - start
             lookahead_adamw_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
+                max_exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
@@ -2416,8 +2370,8 @@ def lookahead_adamw_bfloat16_amsgrad_small(
 @triton.jit
 def lookahead_adamw_float16_amsgrad_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, slow_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2463,7 +2417,6 @@ def lookahead_adamw_float16_amsgrad_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -2478,7 +2431,6 @@ def lookahead_adamw_float16_amsgrad_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -2568,7 +2520,6 @@ def lookahead_adamw_float16_amsgrad(
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    slow_ptr = pointer(row + 9, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 10)
     columns = tl.load(row + 11)
     stream_key = tl.load(row + 12).to(tl.int32)
@@ -2594,8 +2545,8 @@ def lookahead_adamw_float16_amsgrad(
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float16_amsgrad_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, slow_ptr, where, block, live, live_block, number, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, True,
             )
     else:
@@ -2612,7 +2563,6 @@ def lookahead_adamw_float16_amsgrad(
         exp_avg_sq_range_ptr += first * BLOCKS
         max_exp_avg_sq_ptr += origin
         max_exp_avg_sq_range_ptr += first * BLOCKS
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -2624,9 +2574,9 @@ def lookahead_adamw_float16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2638,16 +2588,16 @@ def lookahead_adamw_float16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
 
 @triton.jit
 def lookahead_adamw_float16_amsgrad_small_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, slow_ptr, at, live, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, at, live, index, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -2668,7 +2618,6 @@ def lookahead_adamw_float16_amsgrad_small_tile(
     p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
     p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
-    slow = get(slow_ptr, at, live, MASKED)
     # -- update  (specs/lookahead_adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -2681,7 +2630,6 @@ def lookahead_adamw_float16_amsgrad_small_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg)
     # -- encode and store
-    put(slow_ptr, at, slow, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
@@ -2726,7 +2674,6 @@ def lookahead_adamw_float16_amsgrad_small(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
-    slow_ptr = pointer(row + 6, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 7)
     stream_key = tl.load(row + 9).to(tl.int32)
     pace = tl.load(row + 12)
@@ -2742,8 +2689,8 @@ def lookahead_adamw_float16_amsgrad_small(
             live = where < numel
             number = (begin + where // columns * pace + where % columns).to(tl.int32)
             lookahead_adamw_float16_amsgrad_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, slow_ptr, where, live,
-                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, where, live, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
@@ -2755,7 +2702,6 @@ def lookahead_adamw_float16_amsgrad_small(
         exp_avg_ptr += origin
         exp_avg_sq_ptr += origin
         max_exp_avg_sq_ptr += origin
-        slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin // 8 * 8 + origin).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -2765,10 +2711,9 @@ def lookahead_adamw_float16_amsgrad_small(
                 lookahead_adamw_float16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    scalar_5, scalar_6, step_key, stream_key, False,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2777,7 +2722,7 @@ def lookahead_adamw_float16_amsgrad_small(
             live = few < count - start
             lookahead_adamw_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
+                max_exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
@@ -3817,4 +3762,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
+    "lookahead_adamw_float32": {"maxnreg": 64},
+    "lookahead_adamw_float32_small": {"maxnreg": 64},
+    "lookahead_adamw_bfloat16": {"maxnreg": 64},
+    "lookahead_adamw_bfloat16_small": {"maxnreg": 64},
+    "lookahead_adamw_float16": {"maxnreg": 96},
+    "lookahead_adamw_float16_small": {"maxnreg": 96},
 }

@@ -174,16 +174,16 @@ template <class Grad>
 struct madgrad_float32_has_momentum {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];            // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
-        float *__restrict x0_at = (float *)at[4];           // float32 [n]  read and written
+        float *__restrict grad_sum_sq_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[3];               // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[4];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
@@ -213,7 +213,6 @@ struct madgrad_float32_has_momentum {
             store(p_at + i, p_2);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
-            store(x0_at + i, x0);
         }
     }
 };
@@ -222,16 +221,16 @@ template <class Grad>
 struct madgrad_bfloat16_has_momentum {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];      // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
-        float *__restrict x0_at = (float *)at[4];           // float32 [n]  read and written
+        float *__restrict grad_sum_sq_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[3];               // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[4];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
@@ -264,7 +263,6 @@ struct madgrad_bfloat16_has_momentum {
             store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
-            store(x0_at + i, x0);
         }
     }
 };
@@ -273,16 +271,16 @@ template <class Grad>
 struct madgrad_float16_has_momentum {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];      // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
-        float *__restrict x0_at = (float *)at[4];           // float32 [n]  read and written
+        float *__restrict grad_sum_sq_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[3];               // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[4];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
@@ -313,7 +311,6 @@ struct madgrad_float16_has_momentum {
             store(p_at + i, narrow_half(p_2));
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
-            store(x0_at + i, x0);
         }
     }
 };

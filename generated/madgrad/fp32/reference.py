@@ -167,7 +167,6 @@ def madgrad_float32_has_momentum(
     b.store(p_tensor, p)
     b.store(grad_sum_sq_tensor, grad_sum_sq)
     b.store(s_tensor, s)
-    b.store(x0_tensor, x0)
 
 
 def madgrad_bfloat16_has_momentum(
@@ -205,7 +204,6 @@ def madgrad_bfloat16_has_momentum(
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(grad_sum_sq_tensor, grad_sum_sq)
     b.store(s_tensor, s)
-    b.store(x0_tensor, x0)
 
 
 def madgrad_float16_has_momentum(
@@ -241,7 +239,6 @@ def madgrad_float16_has_momentum(
     b.store(p_tensor, p.to(torch.float16))
     b.store(grad_sum_sq_tensor, grad_sum_sq)
     b.store(s_tensor, s)
-    b.store(x0_tensor, x0)
 
 
 def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, s_tensor):

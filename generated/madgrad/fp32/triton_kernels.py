@@ -287,7 +287,6 @@ def madgrad_float32_has_momentum_tile(
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
-    put(x0_ptr, at, x0, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -307,7 +306,7 @@ def madgrad_float32_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 5)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -366,7 +365,6 @@ def madgrad_bfloat16_has_momentum_tile(
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
-    put(x0_ptr, at, x0, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -388,7 +386,7 @@ def madgrad_bfloat16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 5)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -447,7 +445,6 @@ def madgrad_float16_has_momentum_tile(
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
-    put(x0_ptr, at, x0, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
@@ -467,7 +464,7 @@ def madgrad_float16_has_momentum(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 5)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)

@@ -843,7 +843,7 @@ template <class Grad>
 struct madgrad_float32_has_momentum {
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -860,7 +860,7 @@ struct madgrad_float32_has_momentum {
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[4];                  // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[5];            // int16 [blocks of 64]  read and written
-        float *__restrict x0_at = (float *)at[6];                     // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[6];         // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
@@ -964,7 +964,6 @@ struct madgrad_float32_has_momentum {
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
                 store(p_at + i, p_2);
-                store(x0_at + i, x0);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1031,16 +1030,16 @@ template <class Grad>
 struct madgrad_float32_has_momentum_small {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];            // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict grad_sum_sq_at = (float *)at[2];  // float32 [n]  read and written
-        float *__restrict s_at = (float *)at[3];            // float32 [n]  read and written
-        float *__restrict x0_at = (float *)at[4];           // float32 [n]  read and written
+        float *__restrict grad_sum_sq_at = (float *)at[2];     // float32 [n]  read and written
+        float *__restrict s_at = (float *)at[3];               // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[4];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
@@ -1070,7 +1069,6 @@ struct madgrad_float32_has_momentum_small {
             store(p_at + i, p_2);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
-            store(x0_at + i, x0);
         }
     }
 };
@@ -1079,7 +1077,7 @@ template <class Grad>
 struct madgrad_bfloat16_has_momentum {
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -1097,7 +1095,7 @@ struct madgrad_bfloat16_has_momentum {
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
-        float *__restrict x0_at = (float *)at[7];                     // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[7];         // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
@@ -1206,7 +1204,6 @@ struct madgrad_bfloat16_has_momentum {
                 store(s_kept + i, s);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
-                store(x0_at + i, x0);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1273,7 +1270,7 @@ template <class Grad>
 struct madgrad_bfloat16_has_momentum_small {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -1283,7 +1280,7 @@ struct madgrad_bfloat16_has_momentum_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
         float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
-        float *__restrict x0_at = (float *)at[5];              // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[5];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
@@ -1337,7 +1334,6 @@ struct madgrad_bfloat16_has_momentum_small {
             store_byte<1>(weight_low_at + i, p_word);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
-            store(x0_at + i, x0);
         }
     }
 };
@@ -1346,7 +1342,7 @@ template <class Grad>
 struct madgrad_float16_has_momentum {
     static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, false}};
 
     static void tile(char *const *at, int blocks, const int *live, int32_t first,
                      const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -1364,7 +1360,7 @@ struct madgrad_float16_has_momentum {
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
-        float *__restrict x0_at = (float *)at[7];                     // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[7];         // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
@@ -1491,7 +1487,6 @@ struct madgrad_float16_has_momentum {
                 store(s_kept + i, s);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
-                store(x0_at + i, x0);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1558,7 +1553,7 @@ template <class Grad>
 struct madgrad_float16_has_momentum_small {
     static constexpr int BLOCK = 1, TILE = 1024, SCALARS = 5;
     // bytes per entry, of what, written
-    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}};
+    static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, true}, {4, ELEMENT, false}};
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  const float *scalars, int32_t step_key, int32_t stream_key) {
@@ -1568,7 +1563,7 @@ struct madgrad_float16_has_momentum_small {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         float *__restrict grad_sum_sq_at = (float *)at[3];     // float32 [n]  read and written
         float *__restrict s_at = (float *)at[4];               // float32 [n]  read and written
-        float *__restrict x0_at = (float *)at[5];              // float32 [n]  read and written
+        const float *__restrict x0_at = (const float *)at[5];  // float32 [n]  read
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
         const F grad_scale(scalars[2]);
@@ -1640,7 +1635,6 @@ struct madgrad_float16_has_momentum_small {
             store(weight_low_at + i, p_kept_);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
-            store(x0_at + i, x0);
         }
     }
 };

@@ -568,7 +568,6 @@ def madgrad_float32_has_momentum(
     b.store_per_block(grad_sum_sq_range_tensor, grad_sum_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(x0_tensor, x0)
 
 
 def madgrad_float32_has_momentum_small(
@@ -603,7 +602,6 @@ def madgrad_float32_has_momentum_small(
     b.store(p_tensor, p)
     b.store(grad_sum_sq_tensor, grad_sum_sq)
     b.store(s_tensor, s)
-    b.store(x0_tensor, x0)
 
 
 def madgrad_bfloat16_has_momentum(
@@ -700,7 +698,6 @@ def madgrad_bfloat16_has_momentum(
     b.store_per_block(grad_sum_sq_range_tensor, grad_sum_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(x0_tensor, x0)
 
 
 def madgrad_bfloat16_has_momentum_small(
@@ -750,7 +747,6 @@ def madgrad_bfloat16_has_momentum_small(
     b.store(weight_low_tensor, p_low)
     b.store(grad_sum_sq_tensor, grad_sum_sq)
     b.store(s_tensor, s)
-    b.store(x0_tensor, x0)
 
 
 def madgrad_float16_has_momentum(
@@ -863,7 +859,6 @@ def madgrad_float16_has_momentum(
     b.store_per_block(grad_sum_sq_range_tensor, grad_sum_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(x0_tensor, x0)
 
 
 def madgrad_float16_has_momentum_small(
@@ -929,7 +924,6 @@ def madgrad_float16_has_momentum_small(
     b.store(weight_low_tensor, p_kept)
     b.store(grad_sum_sq_tensor, grad_sum_sq)
     b.store(s_tensor, s)
-    b.store(x0_tensor, x0)
 
 
 def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor):

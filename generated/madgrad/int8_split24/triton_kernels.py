@@ -933,7 +933,6 @@ def madgrad_float32_has_momentum_tile(
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
-    put(x0_ptr, at, x0, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
     grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
@@ -988,7 +987,7 @@ def madgrad_float32_has_momentum(
     grad_sum_sq_range_ptr = pointer(row + 3, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 4, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    x0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    x0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
     stream_key = tl.load(row + 9).to(tl.int32)
@@ -1084,7 +1083,6 @@ def madgrad_float32_has_momentum_small_tile(
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
-    put(x0_ptr, at, x0, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -1104,7 +1102,7 @@ def madgrad_float32_has_momentum_small(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 5)
     LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
@@ -1184,7 +1182,6 @@ def madgrad_bfloat16_has_momentum_tile(
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
-    put(x0_ptr, at, x0, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1243,7 +1240,7 @@ def madgrad_bfloat16_has_momentum(
     grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 5, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    x0_ptr = pointer(row + 7, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    x0_ptr = pointer(row + 7, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
@@ -1343,7 +1340,6 @@ def madgrad_bfloat16_has_momentum_small_tile(
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
-    put(x0_ptr, at, x0, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -1375,7 +1371,7 @@ def madgrad_bfloat16_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
     pace = tl.load(row + 11)
@@ -1483,7 +1479,6 @@ def madgrad_float16_has_momentum_tile(
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
-    put(x0_ptr, at, x0, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
@@ -1551,7 +1546,7 @@ def madgrad_float16_has_momentum(
     grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 5, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    x0_ptr = pointer(row + 7, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    x0_ptr = pointer(row + 7, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
     stream_key = tl.load(row + 10).to(tl.int32)
@@ -1658,7 +1653,6 @@ def madgrad_float16_has_momentum_small_tile(
     # 32  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
-    put(x0_ptr, at, x0, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
@@ -1699,7 +1693,7 @@ def madgrad_float16_has_momentum_small(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 6)
     stream_key = tl.load(row + 8).to(tl.int32)
     pace = tl.load(row + 11)

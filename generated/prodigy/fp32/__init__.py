@@ -22,7 +22,7 @@
 #                  exact; every f32
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
-#   traffic   42 B per bfloat16 parameter and step: 2 sweeps
+#   traffic   38 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Field, Stage, Temp, Variant

@@ -22,7 +22,7 @@
 //                  exact; every f32
 //     d_numerator  0 B  f32, one per model
 //                  exact; every f32
-//   traffic   42 B per bfloat16 parameter and step: 2 sweeps
+//   traffic   38 B per bfloat16 parameter and step: 2 sweeps
 //   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "stages.h"
@@ -85,7 +85,7 @@ struct prodigy_float32_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -97,7 +97,7 @@ struct prodigy_float32_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -118,7 +118,6 @@ struct prodigy_float32_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
         }
@@ -321,7 +320,7 @@ struct prodigy_bfloat16_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -333,7 +332,7 @@ struct prodigy_bfloat16_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -355,7 +354,6 @@ struct prodigy_bfloat16_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -442,7 +440,7 @@ struct prodigy_float16_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -454,7 +452,7 @@ struct prodigy_float16_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -476,7 +474,6 @@ struct prodigy_float16_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -607,7 +604,7 @@ struct prodigy_float32_safeguard_warmup_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -619,7 +616,7 @@ struct prodigy_float32_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -641,7 +638,6 @@ struct prodigy_float32_safeguard_warmup_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
         }
@@ -725,7 +721,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -737,7 +733,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -760,7 +756,6 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -847,7 +842,7 @@ struct prodigy_float16_safeguard_warmup_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -859,7 +854,7 @@ struct prodigy_float16_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -882,7 +877,6 @@ struct prodigy_float16_safeguard_warmup_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -1012,7 +1006,7 @@ struct prodigy_float32_use_bias_correction_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -1024,7 +1018,7 @@ struct prodigy_float32_use_bias_correction_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -1045,7 +1039,6 @@ struct prodigy_float32_use_bias_correction_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
         }
@@ -1124,7 +1117,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -1136,7 +1129,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -1158,7 +1151,6 @@ struct prodigy_bfloat16_use_bias_correction_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }
@@ -1176,7 +1168,7 @@ struct prodigy_float16_use_bias_correction_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -1188,7 +1180,7 @@ struct prodigy_float16_use_bias_correction_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -1210,7 +1202,6 @@ struct prodigy_float16_use_bias_correction_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }
@@ -1274,7 +1265,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -1286,7 +1277,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -1308,7 +1299,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
         }
@@ -1326,7 +1316,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -1338,7 +1328,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -1361,7 +1351,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }
@@ -1379,7 +1368,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -1391,7 +1380,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -1414,7 +1403,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }

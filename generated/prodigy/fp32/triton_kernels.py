@@ -22,7 +22,7 @@
 #                  exact; every f32
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
-#   traffic   42 B per bfloat16 parameter and step: 2 sweeps
+#   traffic   38 B per bfloat16 parameter and step: 2 sweeps
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
@@ -103,7 +103,6 @@ def prodigy_float32_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -121,7 +120,7 @@ def prodigy_float32_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -401,7 +400,6 @@ def prodigy_bfloat16_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -419,7 +417,7 @@ def prodigy_bfloat16_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -567,7 +565,6 @@ def prodigy_float16_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -585,7 +582,7 @@ def prodigy_float16_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -784,7 +781,6 @@ def prodigy_float32_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -802,7 +798,7 @@ def prodigy_float32_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -864,7 +860,6 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -882,7 +877,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -944,7 +939,6 @@ def prodigy_float16_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -962,7 +956,7 @@ def prodigy_float16_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1076,7 +1070,6 @@ def prodigy_float32_use_bias_correction_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -1094,7 +1087,7 @@ def prodigy_float32_use_bias_correction_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1155,7 +1148,6 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -1173,7 +1165,7 @@ def prodigy_bfloat16_use_bias_correction_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1234,7 +1226,6 @@ def prodigy_float16_use_bias_correction_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -1252,7 +1243,7 @@ def prodigy_float16_use_bias_correction_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1366,7 +1357,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -1384,7 +1374,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1446,7 +1436,6 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -1464,7 +1453,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1526,7 +1515,6 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -1544,7 +1532,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read

@@ -24,7 +24,7 @@
 #                  exact; every f32
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
-#   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
+#   traffic   23.1875 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Field, Stage, Temp, Variant

@@ -24,7 +24,7 @@
 //                  exact; every f32
 //     d_numerator  0 B  f32, one per model
 //                  exact; every f32
-//   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
+//   traffic   23.1875 B per bfloat16 parameter and step: 2 sweeps
 //   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "stages.h"
@@ -92,7 +92,7 @@ struct prodigy_float32_2 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
+        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
         {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
         {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
@@ -117,7 +117,7 @@ struct prodigy_float32_2 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[8];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
@@ -268,7 +268,6 @@ struct prodigy_float32_2 {
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
             }
@@ -575,7 +574,7 @@ struct prodigy_float32_small_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -587,7 +586,7 @@ struct prodigy_float32_small_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -608,7 +607,6 @@ struct prodigy_float32_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
         }
@@ -858,7 +856,7 @@ struct prodigy_bfloat16_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
@@ -878,7 +876,7 @@ struct prodigy_bfloat16_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
@@ -950,7 +948,6 @@ struct prodigy_bfloat16_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
             }
@@ -1397,7 +1394,7 @@ struct prodigy_bfloat16_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
@@ -1410,7 +1407,7 @@ struct prodigy_bfloat16_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
@@ -1433,7 +1430,6 @@ struct prodigy_bfloat16_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -1667,7 +1663,7 @@ struct prodigy_float16_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
@@ -1687,7 +1683,7 @@ struct prodigy_float16_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
@@ -1767,7 +1763,6 @@ struct prodigy_float16_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
             }
@@ -2067,7 +2062,7 @@ struct prodigy_float16_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
@@ -2080,7 +2075,7 @@ struct prodigy_float16_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
@@ -2111,7 +2106,6 @@ struct prodigy_float16_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -2292,7 +2286,7 @@ struct prodigy_float32_safeguard_warmup_2 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
+        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
         {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
         {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
@@ -2317,7 +2311,7 @@ struct prodigy_float32_safeguard_warmup_2 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[8];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
@@ -2468,7 +2462,6 @@ struct prodigy_float32_safeguard_warmup_2 {
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
             }
@@ -2603,7 +2596,7 @@ struct prodigy_float32_safeguard_warmup_small_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -2615,7 +2608,7 @@ struct prodigy_float32_safeguard_warmup_small_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -2637,7 +2630,6 @@ struct prodigy_float32_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
         }
@@ -2769,7 +2761,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
@@ -2789,7 +2781,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -2862,7 +2854,6 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
             }
@@ -3191,7 +3182,7 @@ struct prodigy_bfloat16_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
@@ -3204,7 +3195,7 @@ struct prodigy_bfloat16_safeguard_warmup_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -3228,7 +3219,6 @@ struct prodigy_bfloat16_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -3343,7 +3333,7 @@ struct prodigy_float16_safeguard_warmup_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
@@ -3363,7 +3353,7 @@ struct prodigy_float16_safeguard_warmup_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -3444,7 +3434,6 @@ struct prodigy_float16_safeguard_warmup_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
             }
@@ -3744,7 +3733,7 @@ struct prodigy_float16_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
@@ -3757,7 +3746,7 @@ struct prodigy_float16_safeguard_warmup_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -3789,7 +3778,6 @@ struct prodigy_float16_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -3969,7 +3957,7 @@ struct prodigy_float32_use_bias_correction_2 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
+        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
         {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
         {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
@@ -3994,7 +3982,7 @@ struct prodigy_float32_use_bias_correction_2 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[8];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
@@ -4145,7 +4133,6 @@ struct prodigy_float32_use_bias_correction_2 {
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
             }
@@ -4338,7 +4325,7 @@ struct prodigy_float32_use_bias_correction_small_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -4350,7 +4337,7 @@ struct prodigy_float32_use_bias_correction_small_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -4371,7 +4358,6 @@ struct prodigy_float32_use_bias_correction_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
         }
@@ -4497,7 +4483,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
@@ -4517,7 +4503,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
@@ -4589,7 +4575,6 @@ struct prodigy_bfloat16_use_bias_correction_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
             }
@@ -4742,7 +4727,7 @@ struct prodigy_bfloat16_use_bias_correction_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
@@ -4755,7 +4740,7 @@ struct prodigy_bfloat16_use_bias_correction_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
@@ -4778,7 +4763,6 @@ struct prodigy_bfloat16_use_bias_correction_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }
@@ -4859,7 +4843,7 @@ struct prodigy_float16_use_bias_correction_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
@@ -4879,7 +4863,7 @@ struct prodigy_float16_use_bias_correction_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
@@ -4959,7 +4943,6 @@ struct prodigy_float16_use_bias_correction_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
             }
@@ -5006,7 +4989,7 @@ struct prodigy_float16_use_bias_correction_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
@@ -5019,7 +5002,7 @@ struct prodigy_float16_use_bias_correction_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
@@ -5050,7 +5033,6 @@ struct prodigy_float16_use_bias_correction_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }
@@ -5119,7 +5101,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
+        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
         {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
         {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
@@ -5144,7 +5126,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[8];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
@@ -5295,7 +5277,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
             }
@@ -5430,7 +5411,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -5442,7 +5423,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5464,7 +5445,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
         }
@@ -5530,7 +5510,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
@@ -5550,7 +5530,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5623,7 +5603,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
             }
@@ -5716,7 +5695,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
@@ -5729,7 +5708,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5753,7 +5732,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }
@@ -5773,7 +5751,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
@@ -5793,7 +5771,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5874,7 +5852,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
             }
@@ -5921,7 +5898,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
@@ -5934,7 +5911,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5966,7 +5943,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }

@@ -24,7 +24,7 @@
 #                  exact; every f32
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
-#   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
+#   traffic   23.1875 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
 import torch
@@ -170,7 +170,6 @@ def prodigy_float32(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -287,7 +286,6 @@ def prodigy_float32_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -434,7 +432,6 @@ def prodigy_bfloat16(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -625,7 +622,6 @@ def prodigy_bfloat16_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -793,7 +789,6 @@ def prodigy_float16(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1006,7 +1001,6 @@ def prodigy_float16_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1246,7 +1240,6 @@ def prodigy_float32_safeguard_warmup(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1363,7 +1356,6 @@ def prodigy_float32_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1510,7 +1502,6 @@ def prodigy_bfloat16_safeguard_warmup(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1701,7 +1692,6 @@ def prodigy_bfloat16_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1869,7 +1859,6 @@ def prodigy_float16_safeguard_warmup(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2082,7 +2071,6 @@ def prodigy_float16_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2322,7 +2310,6 @@ def prodigy_float32_use_bias_correction(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2439,7 +2426,6 @@ def prodigy_float32_use_bias_correction_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2586,7 +2572,6 @@ def prodigy_bfloat16_use_bias_correction(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2777,7 +2762,6 @@ def prodigy_bfloat16_use_bias_correction_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2945,7 +2929,6 @@ def prodigy_float16_use_bias_correction(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3158,7 +3141,6 @@ def prodigy_float16_use_bias_correction_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3398,7 +3380,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3515,7 +3496,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3662,7 +3642,6 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3853,7 +3832,6 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -4021,7 +3999,6 @@ def prodigy_float16_use_bias_correction_safeguard_warmup(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -4234,7 +4211,6 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode

@@ -24,7 +24,7 @@
 #                  exact; every f32
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
-#   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
+#   traffic   23.1875 B per bfloat16 parameter and step: 2 sweeps
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
@@ -142,7 +142,6 @@ def prodigy_float32_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -203,7 +202,7 @@ def prodigy_float32_2_tile(
 def prodigy_float32_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -217,7 +216,7 @@ def prodigy_float32_2(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -231,7 +230,7 @@ def prodigy_float32_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -596,7 +595,6 @@ def prodigy_float32_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -614,7 +612,7 @@ def prodigy_float32_small_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -905,7 +903,6 @@ def prodigy_bfloat16_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -930,7 +927,7 @@ def prodigy_bfloat16_2_tile(
 def prodigy_bfloat16_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -941,7 +938,7 @@ def prodigy_bfloat16_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -953,7 +950,7 @@ def prodigy_bfloat16_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -1316,7 +1313,6 @@ def prodigy_bfloat16_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -1335,7 +1331,7 @@ def prodigy_bfloat16_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1593,7 +1589,6 @@ def prodigy_float16_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -1618,7 +1613,7 @@ def prodigy_float16_2_tile(
 def prodigy_float16_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1629,7 +1624,7 @@ def prodigy_float16_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1641,7 +1636,7 @@ def prodigy_float16_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -1945,7 +1940,6 @@ def prodigy_float16_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -1964,7 +1958,7 @@ def prodigy_float16_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2251,7 +2245,6 @@ def prodigy_float32_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -2312,7 +2305,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
 def prodigy_float32_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2326,7 +2319,7 @@ def prodigy_float32_safeguard_warmup_2(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2340,7 +2333,7 @@ def prodigy_float32_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -2488,7 +2481,6 @@ def prodigy_float32_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -2506,7 +2498,7 @@ def prodigy_float32_safeguard_warmup_small_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2602,7 +2594,6 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -2627,7 +2618,7 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
 def prodigy_bfloat16_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2638,7 +2629,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2650,7 +2641,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -2764,7 +2755,6 @@ def prodigy_bfloat16_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -2783,7 +2773,7 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2862,7 +2852,6 @@ def prodigy_float16_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -2887,7 +2876,7 @@ def prodigy_float16_safeguard_warmup_2_tile(
 def prodigy_float16_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2898,7 +2887,7 @@ def prodigy_float16_safeguard_warmup_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2910,7 +2899,7 @@ def prodigy_float16_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -3006,7 +2995,6 @@ def prodigy_float16_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -3025,7 +3013,7 @@ def prodigy_float16_safeguard_warmup_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3174,7 +3162,6 @@ def prodigy_float32_use_bias_correction_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -3235,7 +3222,7 @@ def prodigy_float32_use_bias_correction_2_tile(
 def prodigy_float32_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3249,7 +3236,7 @@ def prodigy_float32_use_bias_correction_2(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -3263,7 +3250,7 @@ def prodigy_float32_use_bias_correction_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -3410,7 +3397,6 @@ def prodigy_float32_use_bias_correction_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -3428,7 +3414,7 @@ def prodigy_float32_use_bias_correction_small_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3522,7 +3508,6 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -3547,7 +3532,7 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
 def prodigy_bfloat16_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3558,7 +3543,7 @@ def prodigy_bfloat16_use_bias_correction_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3570,7 +3555,7 @@ def prodigy_bfloat16_use_bias_correction_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -3683,7 +3668,6 @@ def prodigy_bfloat16_use_bias_correction_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -3702,7 +3686,7 @@ def prodigy_bfloat16_use_bias_correction_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3781,7 +3765,6 @@ def prodigy_float16_use_bias_correction_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -3806,7 +3789,7 @@ def prodigy_float16_use_bias_correction_2_tile(
 def prodigy_float16_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3817,7 +3800,7 @@ def prodigy_float16_use_bias_correction_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3829,7 +3812,7 @@ def prodigy_float16_use_bias_correction_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -3925,7 +3908,6 @@ def prodigy_float16_use_bias_correction_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -3944,7 +3926,7 @@ def prodigy_float16_use_bias_correction_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4094,7 +4076,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -4155,7 +4136,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
 def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -4169,7 +4150,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -4183,7 +4164,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -4331,7 +4312,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -4349,7 +4329,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4445,7 +4425,6 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -4470,7 +4449,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -4481,7 +4460,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4493,7 +4472,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -4607,7 +4586,6 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -4626,7 +4604,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4705,7 +4683,6 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -4730,7 +4707,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
 def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -4741,7 +4718,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4753,7 +4730,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -4849,7 +4826,6 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -4868,7 +4844,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4914,35 +4890,35 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2(
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
 TILE = {
-    "prodigy_float32_2": 256,
+    "prodigy_float32_2": 512,
     "prodigy_float32_5": 256,
     "prodigy_float32_small_2": 256,
     "prodigy_float32_small_5": 256,
-    "prodigy_bfloat16_2": 256,
+    "prodigy_bfloat16_2": 512,
     "prodigy_bfloat16_5": 256,
     "prodigy_bfloat16_small_2": 256,
     "prodigy_bfloat16_small_5": 256,
-    "prodigy_float16_2": 256,
+    "prodigy_float16_2": 512,
     "prodigy_float16_5": 256,
     "prodigy_float16_small_2": 256,
     "prodigy_float16_small_5": 256,
-    "prodigy_float32_safeguard_warmup_2": 256,
+    "prodigy_float32_safeguard_warmup_2": 512,
     "prodigy_float32_safeguard_warmup_small_2": 256,
-    "prodigy_bfloat16_safeguard_warmup_2": 256,
+    "prodigy_bfloat16_safeguard_warmup_2": 512,
     "prodigy_bfloat16_safeguard_warmup_small_2": 256,
-    "prodigy_float16_safeguard_warmup_2": 256,
+    "prodigy_float16_safeguard_warmup_2": 512,
     "prodigy_float16_safeguard_warmup_small_2": 256,
-    "prodigy_float32_use_bias_correction_2": 256,
+    "prodigy_float32_use_bias_correction_2": 512,
     "prodigy_float32_use_bias_correction_small_2": 256,
-    "prodigy_bfloat16_use_bias_correction_2": 256,
+    "prodigy_bfloat16_use_bias_correction_2": 512,
     "prodigy_bfloat16_use_bias_correction_small_2": 256,
-    "prodigy_float16_use_bias_correction_2": 256,
+    "prodigy_float16_use_bias_correction_2": 512,
     "prodigy_float16_use_bias_correction_small_2": 256,
-    "prodigy_float32_use_bias_correction_safeguard_warmup_2": 256,
+    "prodigy_float32_use_bias_correction_safeguard_warmup_2": 512,
     "prodigy_float32_use_bias_correction_safeguard_warmup_small_2": 256,
-    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": 256,
+    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": 512,
     "prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2": 256,
-    "prodigy_float16_use_bias_correction_safeguard_warmup_2": 256,
+    "prodigy_float16_use_bias_correction_safeguard_warmup_2": 512,
     "prodigy_float16_use_bias_correction_safeguard_warmup_small_2": 256,
 }
 
@@ -4950,23 +4926,23 @@ TILE = {
 OPTIONS = {
     "prodigy_float32_5": {"maxnreg": 64},
     "prodigy_float32_small_2": {"maxnreg": 96},
-    "prodigy_bfloat16_2": {"maxnreg": 96},
+    "prodigy_bfloat16_2": {"maxnreg": 136},
     "prodigy_bfloat16_small_2": {"maxnreg": 96},
-    "prodigy_float16_2": {"maxnreg": 128},
+    "prodigy_float16_2": {"maxnreg": 136},
     "prodigy_float16_small_2": {"maxnreg": 96},
     "prodigy_float32_safeguard_warmup_small_2": {"maxnreg": 96},
-    "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_bfloat16_safeguard_warmup_small_2": {"maxnreg": 96},
-    "prodigy_float16_safeguard_warmup_2": {"maxnreg": 128},
+    "prodigy_float16_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_float16_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_float32_use_bias_correction_small_2": {"maxnreg": 96},
-    "prodigy_bfloat16_use_bias_correction_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_2": {"maxnreg": 136},
     "prodigy_bfloat16_use_bias_correction_small_2": {"maxnreg": 96},
-    "prodigy_float16_use_bias_correction_2": {"maxnreg": 128},
+    "prodigy_float16_use_bias_correction_2": {"maxnreg": 136},
     "prodigy_float16_use_bias_correction_small_2": {"maxnreg": 96},
     "prodigy_float32_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
-    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
-    "prodigy_float16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 128},
+    "prodigy_float16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_float16_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
 }

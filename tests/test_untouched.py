@@ -1,0 +1,251 @@
+"""States that a step gives back as it found them: it does not store them, nor read them for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import optgen
+from optgen.driver import targets
+from optgen.driver.explain import explain
+from optgen.formats import Plan
+from optgen.formats.format import Format
+from optgen.ir.program import Program
+from optgen.lang import (
+    Spec,
+    flag,
+    hyper,
+    nonneg,
+    norm,
+    optimizer,
+    row,
+    row_mean,
+    sqrt,
+    state,
+    tensor_state,
+)
+from optgen.lower import lower
+from optgen.ops import dtypes
+from optgen.runtime import native
+from optgen.verify import lint
+from optgen.verify.differential import Trial, Values, enclose
+from optgen.verify.intervals import STRICT
+from specs import plans
+from tests import harness
+
+PLANS = sorted(name for name, value in vars(plans).items() if isinstance(value, Plan))
+
+
+@optimizer(cite="none", name="Resting")
+def resting(
+    p, g, m=state(normalized_by="v"), v=state(nonneg), n=state(), start=state(init="param"), *,
+    lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1), k=hyper(3, ge=1), now=flag(every="k")
+):  # fmt: skip
+    """Two moments of every k-th gradient, and the weight as it began."""
+    if now:
+        m = beta * m + (1 - beta) * g
+        v = beta * v + (1 - beta) * g * g
+    n = beta * n + (1 - beta) * g
+    p = p - lr * (n + m + (p - start))
+    return p, m, v, n, start
+
+
+@optimizer(cite="none", name="Relative")
+def relative(
+    p, g, m=state(normalized_by="v"), v=state(nonneg), *,
+    lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1), k=hyper(2, ge=1), now=flag(every="k")
+):  # fmt: skip
+    """Moments in turns: the first one of every k-th gradient, the second of the others."""
+    if now:
+        m = beta * m + (1 - beta) * g
+    else:
+        v = beta * v + (1 - beta) * g * g
+    p = p - lr * m / (sqrt(v) + 1e-8)
+    return p, m, v
+
+
+def lowered(spec: Spec, plan: str, flags: dict[str, bool]) -> Program:
+    found = harness.plan_of(plan).storage(
+        spec.present(flags), dtypes.bf16, False, targets.recurrences_of(spec, tuple(sorted(flags.items())))
+    )
+    return lower(spec, flags, found)
+
+
+def stored(program: Program) -> set[str]:
+    """The owners of what it stores."""
+    return {program.buffer(s.buffer).owner for s in program.stores}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_between_its_steps_a_state_keeps_every_bit(plan: str) -> None:
+    """Codes and scales, of the state that another is kept relative to as well."""
+    cls = optgen.compile(resting, plan=plan)
+    p = torch.nn.Parameter(torch.randn(70, 90).bfloat16())
+    opt = cls([p], plan=plan, backend="reference")
+    before: dict[str, torch.Tensor] = {}
+    for t in range(1, 7):
+        p.grad = torch.randn_like(p)
+        opt.step()
+        now = {k: x.clone() for k, x in opt.state[p].items() if isinstance(x, torch.Tensor)}
+        changed = {k.split("_")[0] for k in before if not harness.same_bits(before[k], now[k])}
+        if t > 1:
+            assert changed - {"weight"} == ({"m", "v", "n"} if t % 3 == 0 else {"n"}), t
+        before = now
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16_sr", "int8_split24", "int5_split24"])
+@pytest.mark.parametrize("shape", [(9, 64), (5, 70)])
+def test_kernels_that_leave_states_alone_are_those_of_the_reference(
+    plan: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    schedules, pairs = {}, {}
+    for now in (True, False):
+        (tmp_path / str(now)).mkdir()
+        schedules[now] = harness.schedule(resting, harness.plan_of(plan), "bfloat16", "strict", {"now": now})
+        pairs[now] = harness.Pair(resting, schedules[now], tmp_path / str(now))
+    weight = torch.randn(shape, generator=draw)
+    one = pairs[True].buffers(shape, weight)
+    pairs[True].run_reference(one, torch.randn(shape, generator=draw).bfloat16(), 1, 1, 1)
+    g = torch.randn(shape, generator=draw).bfloat16()
+    begun = {k: x.clone() for k, x in one.items()}
+    two, three = ({k: x.clone() for k, x in one.items()} for _ in range(2))
+    pairs[False].run_reference(one, g, 2, 2, 1)
+    pairs[False].run_triton(two, g, 2, 2, 1)
+    if native.compiler() is not None:
+        pairs[False].run_cpp([(three, g, 1)], 2, 2)
+    for name, x in one.items():
+        assert harness.same_bits(x, two[name]), name
+        assert native.compiler() is None or harness.same_bits(x, three[name]), name
+        owner = schedules[False].program.buffer(name).owner
+        assert harness.same_bits(x, begun[name]) or owner in ("p", "n"), name
+
+
+def test_a_state_is_stored_again_where_what_it_is_kept_relative_to_changes() -> None:
+    assert stored(lowered(relative, "int8_split24", {"now": False})) == {"p", "m", "v"}
+    assert stored(lowered(relative, "int8_split24", {"now": True})) == {"p", "m"}
+    assert stored(lowered(relative, "bf16_sr", {"now": False})) == {"p", "v"}
+    assert stored(lowered(resting, "int8_split24", {"now": False})) == {"p", "n"}
+
+
+@pytest.mark.parametrize("plan", ["bf16_sr", "int8_split24", "int5_split24"])
+@pytest.mark.parametrize("spec", [resting, relative], ids=lambda s: s.name)
+def test_steps_of_both_kinds_keep_to_their_bounds(spec: Spec, plan: str) -> None:
+    cls = optgen.compile(spec, plan=plan)
+    found = Trial(cls, spec, torch.randn(9, 96), dtype=torch.bfloat16, plan=plan)
+    storage = found.storage(harness.plan_of(plan), targets.recurrences_of(spec, (("now", False),)))
+    for _ in range(7):
+        report = found.check_step(storage, torch.randn(9, 96).bfloat16())
+        assert report.ok, [report.worst[name] for name in report.broken]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_is_left_alone_has_no_error_of_the_step(step: int) -> None:
+    flags = (("now", False),)
+    storage = harness.plan_of("int8_split24").storage(
+        resting.present(dict(flags)), dtypes.bf16, False, targets.recurrences_of(resting, flags)
+    )
+    values = {name: torch.rand(3, 64) + 0.5 for name in ("p", "m", "v", "n", "start")}
+    after = enclose(resting, storage, Values.decoded(values, {}, step, STRICT), torch.randn(3, 64), {})
+    wide = {name for name, x in after.states.items() if (x.hi > x.lo).any()}
+    assert wide == ({"n"} if step + 1 != 3 else {"n", "m", "v"})
+    for name in {*after.states} - wide:
+        assert torch.equal(after.states[name].lo, values[name].double())
+
+
+def test_others_draw_the_same_bits_at_both_kinds_of_step() -> None:
+    def words(now: bool) -> list[Any]:
+        return [x.node for x in lowered(resting, "int8_split24", {"now": now}).body if x.name.startswith("noise")]
+
+    assert words(True)[: len(words(False))] == words(False)
+    assert len(words(True)) > len(words(False)) > 0
+
+
+def test_explain_counts_no_bytes_of_what_is_left_alone() -> None:
+    spec, plan = harness.spec_of("lookahead_adamw"), harness.plan_of("int8_split24")
+    off, on = (explain(spec, plan, flags={"sync": sync}) for sync in (False, True))
+    assert "slow" not in {*off.sweeps[0].reads, *off.sweeps[0].writes}
+    assert on.sweeps[0].reads["slow"] == on.sweeps[0].writes["slow"] == 4.0
+    assert on.traffic - off.traffic == 8.0
+    madgrad = explain(harness.spec_of("madgrad"), plan)
+    assert "x0" not in madgrad.sweeps[0].writes
+
+
+def test_a_state_is_rounded_alike_at_all_steps_and_judged_by_those_that_change_it() -> None:
+    plan = plans.bf16_sr.but(name="slow_bf16", initial=plans.bf16_sr.signed)
+    spec = harness.spec_of("lookahead_adamw")
+    rows = {}
+    for sync in (False, True):
+        found = explain(spec, plan, flags={"sync": sync})
+        rows[sync] = next(row for row in found.memory if row.name == "slow")
+    assert rows[False] == rows[True]
+    assert "stochastic" in rows[False].stored
+    assert lint.recurrences(spec, {"sync": False})["slow"] == lint.recurrences(spec, {"sync": True})["slow"]
+
+
+@optimizer(cite="none", name="Constant")
+def constant(p, g, m=state(normalized_by="v"), v=state(nonneg), *, lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1)):
+    """A first moment that never changes."""
+    v = beta * v + (1 - beta) * g * g
+    p = p - lr * (g + m / (sqrt(v) + 1e-8))
+    return p, m, v
+
+
+def test_a_constant_in_random_codes_is_refused_only_where_it_is_stored_again() -> None:
+    codes = harness.plan_of("int8_split24").signed.rounded("stochastic")
+    of_squares = harness.plan_of("int8_split24").nonneg
+
+    def judged(spec: Spec, state: str, fmt: Format) -> list[str]:
+        plan = Plan("Codes.", name="coded", small_numel=0, nonneg=of_squares, overrides={state: fmt}, forced="a test")
+        found = plan.storage(spec.present({"now": False}), dtypes.bf16, False, targets.recurrences_of(spec, ()))
+        return [f.code for f in lint.check(spec, plan, found) if f.severity == "error"]
+
+    assert judged(resting, "start", codes.absolute()) == []
+    assert judged(constant, "m", codes.absolute()) == []
+    assert judged(constant, "m", codes) == ["L9"]
+
+
+@optimizer(cite="none", name="Kinds")
+def kinds(
+    p, g, rate=tensor_state(init=0.5), rows=row(init=2.0), m=state(), n=state(), *,
+    lr=hyper(1e-2, ge=0), k=hyper(3, ge=1), now=flag(every="k")
+):  # fmt: skip
+    """What there are few values of, and a moment, of every k-th step."""
+    if now:
+        rate = 0.9 * rate + 0.1 * norm(g)
+        rows = 0.9 * rows + row_mean(abs(g))
+        m = 0.9 * m + g
+    n = 0.9 * n + g
+    p = p - lr * (n * rate + m / rows)
+    return p, rate, rows, m, n
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton"])
+@pytest.mark.parametrize(
+    ("spec", "plan", "shape"),
+    [
+        (kinds, "int8_split24", (3, 2, 70)),
+        (resting, "lpmm4", (5, 15, 64)),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)  # fmt: skip
+def test_steps_that_leave_rows_and_tensors_alone_are_those_of_the_reference(
+    spec: Spec, plan: str, shape: tuple[int, ...], backend: str
+) -> None:
+    if backend == "cpp" and native.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    cls = optgen.compile(spec, plan=plan, maths="strict")
+    kept: list[dict[str, torch.Tensor]] = []
+    for by in ("reference", backend):
+        draw = torch.Generator().manual_seed(3)
+        p = torch.nn.Parameter(torch.randn(shape, generator=draw).bfloat16())
+        opt = cls([p], plan=plan, backend=by, k=2)
+        for _ in range(3):
+            p.grad = torch.randn(shape, generator=draw).bfloat16()
+            opt.step()
+        kept.append({"p": p.detach(), **{k: x for k, x in opt.state[p].items() if isinstance(x, torch.Tensor)}})
+    for name, x in kept[0].items():
+        assert harness.same_bits(x, kept[1][name]), name
