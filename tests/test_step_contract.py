@@ -189,18 +189,51 @@ def test_a_parameter_that_left_the_device_of_its_gradient() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("start", [0, 8])
 @pytest.mark.parametrize("which", ["parameter 1", "the gradient of parameter 1"])
-def test_memory_that_was_freed_is_not_read(backend: str, start: int, which: str) -> None:
+@pytest.mark.parametrize("steps", [0, 3])
+def test_memory_that_was_freed_is_not_read(backend: str, start: int, which: str, steps: int) -> None:
     """A view behind the start of what was freed has an address that is not 0, and no memory either."""
     params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(16)[start : start + 8])]
     opt = AdamW(params, backend=backend, plan="fp32")
     for p in params:
         p.grad = torch.ones(16)[start : start + 8]
+    for _ in range(steps):  # the last one by the short way
+        opt.step()
+    before, kept = params[0].detach().clone(), copy.deepcopy(opt.state_dict()["state"])
     freed = params[1] if which == "parameter 1" else params[1].grad
     assert freed is not None
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=rf"AdamW: {which} \(float32 \[8\]\) has no memory: it was freed"):
         opt.step()
-    assert bool((params[0] == 1).all()) and not opt.state
+    assert torch.equal(params[0], before)
+    assert {k: s["step"] for k, s in opt.state_dict()["state"].items()} == {k: s["step"] for k, s in kept.items()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("plan", "dtype"), [("fp32", torch.float32), ("int8_split24", torch.bfloat16)])
+def test_gradients_of_zeros_that_lie_nowhere(backend: str, plan: str, dtype: torch.dtype) -> None:
+    """The backward of torch.sgn leaves zeros without memory; of a part of them, at an address that is not 0."""
+    found = []
+    for nowhere in (True, False):
+        params = [p.to(dtype).detach().requires_grad_() for p in parameters((64, 64), (8, 64))]
+        opt = AdamW([("a", params[0]), ("b", params[1])], backend=backend, plan=plan)
+        for k in range(7):
+            opt.zero_grad()
+            both = torch.cat(params)
+            loss = both.square() if k % 4 else both.sgn() if nowhere else both * 0
+            loss.sum().backward()
+            assert all(p.grad is not None and p.grad._is_zerotensor() is (nowhere and k % 4 == 0) for p in params)
+            opt.step()
+        states = [opt.state[p] for p in params]
+        found.append([*params, *(s[key] for s in states for key in s if isinstance(s[key], Tensor))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parameter_of_zeros_that_lie_nowhere_is_refused(backend: str) -> None:
+    p = nn.Parameter(torch._efficientzerotensor((16, 8))[8:])
+    p.grad = torch.ones(8, 8)
+    with pytest.raises(RuntimeError, match=r"AdamW: parameter 0 \(float32 \[8, 8\]\) has no memory"):
+        AdamW([p], backend=backend, plan="fp32").step()
 
 
 def test_empty_fake_and_meta_tensors_need_no_memory() -> None:

@@ -782,6 +782,8 @@ class Optimizer(torch.optim.Optimizer):
                     or type(p) not in _PLAIN
                     or not p.untyped_storage().nbytes()
                     or not g.untyped_storage().nbytes()
+                    or g._is_zerotensor()
+                    or p._is_zerotensor()
                 ):
                     g = self._in_memory(p, g, name, choice.backend == "reference")
                 bucket.shards.append(shard)
@@ -963,8 +965,9 @@ class Optimizer(torch.optim.Optimizer):
         return g.dtype if g.dtype in GRADS else torch.float32
 
     def _in_memory(self, p: Tensor, g: Tensor, name: str | int, eager: bool) -> Tensor:
-        """The gradient, waited for; TypeError or RuntimeError where it or the parameter is at no address."""
-        g = sharding.waited(g)
+        """The gradient, waited for, and put into memory where it is zeros that have none; TypeError or RuntimeError
+        where it or the parameter is at no address."""
+        g = state.materialized(sharding.waited(g))
         for which, t in (("", p), ("the gradient of ", g)):
             if state.wraps(t):
                 raise TypeError(

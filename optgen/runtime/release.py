@@ -149,6 +149,12 @@ class Hook:
         return self._release()
 
 
+def _materialize(p: Tensor) -> None:
+    """Zeros that lie nowhere are no gradient to sum or to clip, which write it."""
+    if p.grad is not None and p.grad._is_zerotensor():
+        p.grad = state.materialized(p.grad)
+
+
 def _unhook(hooks: dict[int, Any]) -> None:
     for hook in hooks.values():
         hook.remove()
@@ -349,6 +355,7 @@ class Release:
                 self._looked = True
             one = self._current(one)
             one.trained = True
+            _materialize(p)
             if one.summed + 1 < self.accumulate:
                 if one.sums is not None:
                     one.sums.add(p.grad)
@@ -477,6 +484,7 @@ class Release:
                 one.p.grad = torch.zeros_like(one.p)
             one.sums.add(one.p.grad)
             one.sums.clear()
+        _materialize(one.p)
         one.summed = 0
 
     def remove(self) -> None:

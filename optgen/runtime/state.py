@@ -139,7 +139,13 @@ def has_memory(t: Tensor, eager: bool) -> bool:
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     if fake is not None and isinstance(t, fake):
         return eager
-    return bool(t.untyped_storage().nbytes()) and bool(t.data_ptr())
+    return bool(t.untyped_storage().nbytes()) and bool(t.data_ptr()) and not t._is_zerotensor()
+
+
+def materialized(t: Tensor) -> Tensor:
+    """t, or a copy in memory of the zeros that torch's backward may leave (that of torch.sgn does): they say that
+    they have storage, lie nowhere, and are not to be written."""
+    return t.clone() if t._is_zerotensor() else t
 
 
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
