@@ -818,7 +818,7 @@ class Optimizer(torch.optim.Optimizer):
             )
             for b, i in fresh
         ]
-        shared.begin(self.state, new, [b.variant for b, _ in fresh])
+        shared.begin(self.state, new, fresh, groups)
         for (b, i), entry in zip(fresh, new, strict=True):
             b.states[i] = entry
             shard = b.shards[i]
