@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.two_tensor import TwoTensor
 
+import generated
 from generated import CAME, LAMB, AdamW, Muon
 from optgen.runtime import Optimizer, files, state
 
@@ -390,6 +391,28 @@ def test_steps_and_checkpoints_whatever_the_default_device(
             torch.set_default_device(None)
         found.append([*(p.detach() for p in params), *(t for entry in dense.values() for t in entry.values())])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+@pytest.mark.parametrize("name", generated.__all__)
+def test_eager_steps_of_every_rule_whatever_the_default_dtype(name: str, plan: str) -> None:
+    """torch.where of two numbers, and a tensor of a number, take the default dtype where none is said."""
+    found = []
+    for default in (torch.float32, torch.float64, torch.bfloat16):
+        params = [p.to(torch.bfloat16).detach().requires_grad_() for p in parameters((64, 72), (5, 6))]
+        opt = getattr(generated, name)([("a", params[0]), ("b", params[1])], plan=plan, backend="reference")
+        for p in params:
+            p.grad = torch.full_like(p, 0.5)
+        torch.set_default_dtype(default)
+        try:
+            for _ in range(2):
+                opt.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        states = [opt.state[p] for p in params]
+        found.append([*params, *(s[key] for s in states for key in s if isinstance(s[key], Tensor))])
+    for other in found[1:]:
+        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_parameters_whose_memory_is_freed_share_none() -> None:

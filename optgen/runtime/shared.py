@@ -77,7 +77,7 @@ def run(runners: Iterable[Runner]) -> None:
             waiting = [(r, request) for r, request in kept if request is not None]
             continue
         each = [v for _, values in waiting if isinstance(values, list) for v in values]
-        total = torch.zeros((), device="cpu")
+        total = torch.zeros((), dtype=torch.float32, device="cpu")
         if each:
             total = sums.in_lanes(torch.stack([v.to(each[0].device).reshape(()) for v in each]))
         waiting = _on([(r, total) for r, _ in waiting])

@@ -20,7 +20,9 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, few_max, few_sum, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import (
+    Blocks, block_max, block_min, choose, few_max, few_sum, quotient, rotl, scalars, sqrt,
+)
 
 
 def adamp_float32(
@@ -152,7 +154,7 @@ def adamp_float32(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -163,11 +165,11 @@ def adamp_float32(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -287,7 +289,7 @@ def adamp_float32_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -298,11 +300,11 @@ def adamp_float32_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -467,7 +469,7 @@ def adamp_bfloat16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -478,11 +480,11 @@ def adamp_bfloat16(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -621,7 +623,7 @@ def adamp_bfloat16_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -632,11 +634,11 @@ def adamp_bfloat16_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -822,7 +824,7 @@ def adamp_float16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -833,11 +835,11 @@ def adamp_float16(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -1000,7 +1002,7 @@ def adamp_float16_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1011,11 +1013,11 @@ def adamp_float16_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -1648,7 +1650,7 @@ def adamp_float32_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1659,11 +1661,11 @@ def adamp_float32_nesterov(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -1830,7 +1832,7 @@ def adamp_float32_nesterov_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1841,11 +1843,11 @@ def adamp_float32_nesterov_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -1977,7 +1979,7 @@ def adamp_bfloat16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1988,11 +1990,11 @@ def adamp_bfloat16_nesterov(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -2170,7 +2172,7 @@ def adamp_bfloat16_nesterov_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -2181,11 +2183,11 @@ def adamp_bfloat16_nesterov_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -2338,7 +2340,7 @@ def adamp_float16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -2349,11 +2351,11 @@ def adamp_float16_nesterov(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -2555,7 +2557,7 @@ def adamp_float16_nesterov_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -2566,11 +2568,11 @@ def adamp_float16_nesterov_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
