@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import blocks, foreign, layout, low_bits, options, plans, sharding, state
+from optgen.runtime import blocks, foreign, layout, low_bits, options, overrides, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.records import Field, Variant, as_float, in_blocks
@@ -117,7 +117,7 @@ def read(
     old = _before_axes(saved_groups)
     saved_groups, saved_state = _present(saved_groups, saved_state, misfits)
     order = _match(groups, saved_groups, misfits)
-    merged = [_merge(cls, i, g, s, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
+    merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
     _take_overrides(cls, groups, merged, saved_groups, order)
     if cls.BLOCKS:
@@ -260,8 +260,9 @@ def _short(value: object) -> str:
 def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, Any]:
     """id(parameter) -> its number in the checkpoint.
 
-    By name where a group's names are the same in another order; else, as torch does, by position (renamed
-    models).  Names that agree only in part mean another model and are refused.
+    By name where a group's names are the same in another order, or are but for wrappers of modules (torch.compile,
+    checkpoint_wrapper); else, as torch does, by position (renamed models).  Names that agree only in part mean another
+    model and are refused.
     """
     if len(groups) != len(saved):
         misfits.add(f"expected {len(groups)} parameter groups, got {len(saved)}")
@@ -274,15 +275,35 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
             continue
         names, other_names = group.get("param_names"), other.get("param_names")
         if names is not None and other_names is not None and list(names) != list(other_names):
-            missing, extra = set(names) - set(other_names), set(other_names) - set(names)
-            if not missing and not extra:
-                by_name = dict(zip(other_names, numbers, strict=True))
-                numbers = [by_name[name] for name in names]
-            elif len(missing) < len(set(names)):
-                misfits.add(f"group {i}: expected parameters {sorted(missing)}, got {sorted(extra)} in their place")
+            here: Counter[plans.Label] = Counter(names)
+            there: Counter[plans.Label] = Counter(other_names)
+            missing, extra = here - there, there - here
+            mine, theirs = (_bare(found) if missing else _counted(found) for found in (names, other_names))
+            if set(mine) == set(theirs):
+                by_name = dict(zip(theirs, numbers, strict=True))
+                numbers = [by_name[name] for name in mine]
+            elif missing.total() < len(names):
+                lacking, found = sorted(missing.elements()), sorted(extra.elements())
+                misfits.add(f"group {i}: expected parameters {lacking}, got {found} in their place")
         order.update((id(p), number) for p, number in zip(params, numbers, strict=True))
     misfits.stop()
     return order
+
+
+def _counted(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
+    """Each name, and how often it stands before: two parameters may share one."""
+    seen: Counter[plans.Label] = Counter()
+    found = []
+    for name in names:
+        found.append((name, seen[name]))
+        seen[name] += 1
+    return found
+
+
+def _bare(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
+    """The same without wrappers; as they are, where two would share a name."""
+    found = [overrides.bare(name) if isinstance(name, str) else name for name in names]
+    return _counted(found if len(set(found)) == len(found) else names)
 
 
 def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, int]:
@@ -293,12 +314,18 @@ def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) 
 
 
 def _merge(
-    cls: Any, index: int, group: Mapping[str, Any], saved: Mapping[str, Any], misfits: Misfits
+    cls: Any,
+    index: int,
+    group: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    order: Mapping[int, Any],
+    misfits: Misfits,
 ) -> dict[str, Any]:
-    """The group as it is after loading: saved options over the present ones, present parameters."""
+    """The group as it is after loading: saved options and names over the present ones, present parameters."""
     taken = {key: copy.deepcopy(value) for key, value in saved.items() if key not in options.FOREIGN}
-    if Counter(taken.get("param_names", ())) == Counter(group.get("param_names", ())):
-        taken.pop("param_names", None)  # matched by name: the present order holds
+    if taken.get("param_names") is not None:  # what random bits go by; in the present order
+        names = dict(zip(saved["params"], taken["param_names"], strict=True))
+        taken["param_names"] = [names[order[id(p)]] for p in group["params"]]
     merged = {**group, **taken}
     for key in ("overrides", "blocks"):
         if "plan" in saved and key not in saved:

@@ -235,13 +235,17 @@ class Rules:
         raise ValueError(f"{self.owner}: {self.OPTION}: {rule.shown} matches no parameter{guess}")
 
 
+def bare(name: str) -> str:
+    """A parameter's name without what wrappers put before or into it."""
+    for part in _WRAPPERS:
+        name = name.removeprefix(part) if part == "module." else name.replace(part, "")
+    return name
+
+
 def _called(name: str) -> list[str]:
     """What patterns may match: the parameter's name and those of the modules around it, without wrappers as well."""
-    bare = name
-    for part in _WRAPPERS:
-        bare = bare.removeprefix(part) if part == "module." else bare.replace(part, "")
     found = []
-    for one in dict.fromkeys((name, bare)):
+    for one in dict.fromkeys((name, bare(name))):
         parts = one.split(".")
         found += [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
     return found
