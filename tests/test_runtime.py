@@ -780,6 +780,42 @@ def test_checkpoint_that_does_not_fit_changes_nothing(case: str) -> None:
     assert [id(g) for g in opt.param_groups] == objects
 
 
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_users_own_entries_are_kept_saved_and_loaded(device: str | None) -> None:
+    """As torch keeps them; those of a parameter that has made no step, or never will, as well."""
+    (opt, params), (plain, others) = fresh(torch.bfloat16), fresh(torch.bfloat16)
+    frozen = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
+    opt.add_param_group({"params": [frozen]})
+    opt.state[params[4]]["early"] = 3
+    train(opt, params, range(2))
+    train(plain, others, range(2))
+    opt.state[params[0]]["ema"] = params[0].detach().clone()
+    opt.state[params[1]]["window"] = [torch.ones(2), "text"]
+    opt.state[frozen]["seen"] = 7
+    opt.state["n"] = 5
+    opt.state["mean"] = {"exp_avg": 1.0, "step": 3}
+    opt.dense_state_dict(), opt.master_weights(), opt.memory()
+    torch.set_default_device(device)
+    try:
+        opt.load_state_dict(through_file(opt.state_dict()))
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(opt.state[params[0]]["ema"], params[0])
+    assert opt.state[params[0]]["ema"].dtype is torch.bfloat16
+    assert opt.state[params[1]]["window"][1] == "text"
+    assert (opt.state[params[4]]["early"], opt.state[frozen], opt.state["n"]) == (3, {"seen": 7}, 5)
+    assert opt.state["mean"] == {"exp_avg": 1.0, "step": 3}
+    train(opt, params, range(2, 5))
+    train(plain, others, range(2, 5))
+    assert bits(params) == bits(others)
+    assert opt.state["n"] == 5 and "early" in opt.state[params[4]] and "ema" in opt.state[params[0]]
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0]["own:step"] = 3
+    saved["state"][1]["ema"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"own:step: not expected, step is a state of the rule\n.* ema: not expected"):
+        opt.load_state_dict(saved)
+
+
 def test_misfits_are_listed_but_not_without_end() -> None:
     opt, params = fresh(torch.bfloat16)
     train(opt, params, range(1))

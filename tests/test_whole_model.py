@@ -398,6 +398,25 @@ def test_a_group_that_begins_later_takes_over_a_state_of_the_model_whatever_it_s
         assert float(found.state[params[2]]["d"]) >= 2.0**-6
 
 
+def test_a_users_own_entries_are_no_states_of_the_model() -> None:
+    cls = compiled("prodigy")
+    start, gs = weights(((4, 3), (5,))), gradients(((4, 3), (5,)), 4)
+    found = []
+    for own in (True, False):
+        params = [torch.nn.Parameter(w.clone()) for w in start]
+        opt = cls(params, plan="fp32")
+        if own:
+            opt.state["n"] = 5
+            opt.state["mine"] = {"d": torch.tensor(7.0), "step": 3}
+        for k, step in enumerate(gs):
+            for i, (p, g) in enumerate(zip(params, step, strict=True)):
+                p.grad = None if i and not k else g.clone()
+            opt.step()
+        found.append([p.detach() for p in params])
+        assert not own or (opt.state["n"], float(opt.state["mine"]["d"])) == (5, 7.0)
+    assert all(map(torch.equal, *found))
+
+
 # -- intervals
 
 

@@ -94,6 +94,63 @@ def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[st
     return {**found, "format": FORMAT}, entries
 
 
+OWN = "own:"
+"""What stands in a checkpoint before the names of entries that a user keeps in the optimizer's state: so these are told
+from what is of another rule or plan, or damaged."""
+
+
+def marked(cls: Any, groups: Groups, saved: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The states of a state dict, those of parameters by position, with a user's own entries under such names."""
+    params = [(g, p, label) for g, labels in zip(groups, _labels(groups), strict=True)
+              for p, label in zip(g["params"], labels, strict=True)]  # fmt: skip
+    made: dict[Any, Any] = {}
+    for key, entry in saved.items():
+        if isinstance(key, str):
+            made[OWN + key] = entry
+        elif isinstance(entry, dict) and entry and type(key) is int and key < len(params):
+            group, p, label = params[key]
+            expected = _names(cls, group, p, label)
+            made[key] = entry
+            if not expected.issuperset(entry):
+                made[key] = {k if k in expected else f"{OWN}{k}": value for k, value in entry.items()}
+        else:
+            made[key] = entry
+    return made
+
+
+def _names(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> set[str]:
+    """What the state of a parameter consists of under its plan, whatever the flags."""
+    if p.dtype not in overrides.TRAINED:
+        return set()
+    variants: Sequence[Variant] = plans.chosen(cls, group, p.dtype, label).module.VARIANTS
+    return {"step", *(name for v in variants for name in (*v.host_names, *(f.name for f in v.fields)))}
+
+
+def _parted(entry: Any) -> tuple[Any, dict[str, Any]]:
+    """A checkpoint's entry of a parameter without a user's own ones, and these under their names."""
+    if not isinstance(entry, Mapping):
+        return entry, {}
+    own = {key: value for key, value in entry.items() if _is_own(key)}
+    rest = {key: value for key, value in entry.items() if key not in own} if own else entry
+    return rest, {key.removeprefix(OWN): value for key, value in own.items()}
+
+
+def _kept(
+    own: Mapping[str, Any], taken: Collection[str], device: torch.device, where: str, misfits: Misfits
+) -> state.State:
+    """Copies of a user's own entries; a misfit for one without values, or under a name that is taken."""
+    made: state.State = {}
+    for key, value in own.items():
+        if key in taken:
+            misfits.add(f"{where}: {OWN}{key}: not expected, {key} is a state of the rule")
+        elif isinstance(value, Tensor) and not has_values(value):
+            misfits.add(f"{where}: {OWN}{key}: expected a tensor with values, got one without")
+        else:
+            moved = value.detach().to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+            made[key] = moved
+    return made
+
+
 class Loaded(NamedTuple):
     """What an optimizer takes over.
 
@@ -130,7 +187,7 @@ def read(
         found = zip(labels, group["params"], strict=True)
         arena = _arena(cls, group, {label: p for label, p in found if _is_there(saved_state.get(order[id(p)]))})
         for i, (label, p) in enumerate(zip(labels, group["params"], strict=True)):
-            entry = saved_state.get(order[id(p)])
+            entry, extra = _parted(saved_state.get(order[id(p)]))
             name = group["param_names"][i] if "param_names" in group else order[id(p)]
             if _is_there(entry):
                 if order[id(p)] in old and (said := _misread(select(cls, group, p, label)[2], p)):
@@ -139,8 +196,14 @@ def read(
                 made = _load_one(cls, group, p, entry, name, label, own, misfits, arena, loaded.rounded)
                 if made is not None:
                     loaded.states[p] = made
-            elif p.requires_grad and (not present or present.get(p)):
+            elif p.requires_grad and (not present or state.of(present, p)):
                 missing.append(str(name))
+            if extra:
+                where = state.label(p, name if isinstance(name, (str, int)) else str(name))
+                taken = _names(cls, group, p, label)
+                loaded.states.setdefault(p, {}).update(_kept(extra, taken, p.device, where, misfits))
+    for key in filter(_is_own, saved_state):
+        loaded.states[key.removeprefix(OWN)] = copy.deepcopy(saved_state[key])
     if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
@@ -424,10 +487,15 @@ def _named(value: str) -> str:
     return {"None": "the plan of its group", plans.FULL: "fp32 states"}.get(value, value)
 
 
+def _is_own(key: object) -> bool:
+    """Whether a key of a checkpoint's states is one of its user's."""
+    return isinstance(key, str) and key.startswith(OWN)
+
+
 def _known_ids(order: Mapping[int, Any], saved: Mapping[Any, Any], misfits: Misfits) -> None:
     known = set(order.values())
     for key in saved:
-        if key not in known:
+        if key not in known and not _is_own(key):
             misfits.add(f"state of {key!r}: expected parameters of the groups only, it is in none")
 
 

@@ -442,7 +442,7 @@ class Optimizer(torch.optim.Optimizer):
             added: list[Entry] = []
             for entry in self._entries():
                 if entry.group is group and id(entry.p) in marked and entry.name not in plans.own(group):
-                    (late if self.state.get(entry.p) else added).append(entry)
+                    (late if state.of(self.state, entry.p) else added).append(entry)
             decided = rules.decided(
                 type(self), group["plan"], [e.p for e in added], [e.name for e in added], [rules.FP32] * len(added)
             )
@@ -1086,7 +1086,7 @@ class Optimizer(torch.optim.Optimizer):
                     evaluation.weights(type(self), entry.group, entry.p, kept, entry.name),
                 )
                 for entry in self._entries()
-                if (kept := self.state.get(entry.p))
+                if (kept := state.of(self.state, entry.p))
             ]
             self._trained = {p: trained for p, trained, _ in found}
             for p, _, weights in found:
@@ -1102,10 +1102,12 @@ class Optimizer(torch.optim.Optimizer):
         self._trained = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, its options in Python's own numbers.  RuntimeError between `eval()` and `train()`: the model then
-        holds other weights."""
+        """As torch's, its options in Python's own numbers, and a user's own entries of `opt.state` under "own:" and
+        their names.  RuntimeError between `eval()` and `train()`: the model then holds other weights."""
         self._refuse_in_evaluation("state_dict()")
         found = super().state_dict()
+        if isinstance(found.get("state"), dict):
+            found["state"] = checkpoint.marked(type(self), self.param_groups, found["state"])
         for group in found.get("param_groups", ()):  # hooks may have made it another
             if isinstance(group, dict):
                 group.update(options.in_plain_numbers(type(self), group))
@@ -1150,7 +1152,7 @@ class Optimizer(torch.optim.Optimizer):
                     state.settle(p, home)
                 raise
             self._replay, self._broke_off = replay.Keeper(), None
-            weights.settle(loaded.rounded, loaded.states)
+            weights.settle(loaded.rounded, [p for p in loaded.states if isinstance(p, Tensor)])
         self.state = defaultdict(dict, loaded.states)
         self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -1170,7 +1172,7 @@ class Optimizer(torch.optim.Optimizer):
         dense = {}
         with torch.no_grad():
             for entry in self._entries():
-                kept = self.state.get(entry.p)
+                kept = state.of(self.state, entry.p)
                 if kept:
                     _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
                     state.check(variant, entry.p, kept, entry.name)
@@ -1199,7 +1201,7 @@ class Optimizer(torch.optim.Optimizer):
             return [self._full_weight(entry) for entry in self._entries()]
 
     def _full_weight(self, entry: Entry) -> Tensor:
-        kept = self.state.get(entry.p)
+        kept = state.of(self.state, entry.p)
         if not kept:
             return weights.fresh(entry.p)
         _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
@@ -1207,7 +1209,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _trained_entries(self) -> dict[int, Entry]:
         """id(parameter) -> its entry, of those that are trained."""
-        return {id(entry.p): entry for entry in self._entries() if entry.p.requires_grad or self.state.get(entry.p)}
+        return {
+            id(entry.p): entry for entry in self._entries() if entry.p.requires_grad or state.of(self.state, entry.p)
+        }
 
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """The model's state dict with its weights at full precision: fp32, for `fp32_model.load_state_dict`.
@@ -1241,7 +1245,7 @@ class Optimizer(torch.optim.Optimizer):
             ready = []
             for p, value in found.owned:
                 entry = entries[id(p)]
-                kept = self.state.get(p)
+                kept = state.of(self.state, p)
                 _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name, kept or None)
                 if kept:
                     state.check(variant, p, kept, entry.name)
@@ -1251,7 +1255,7 @@ class Optimizer(torch.optim.Optimizer):
             for plan, variant, p, kept, value, group in ready:
                 made = weights.put(plan, variant, p, kept, value, group)
                 if made is not None:
-                    self.state[p] = made
+                    self.state[p] = {**self.state.get(p, {}), **made}
             low_bits.carry(model, model.parameters())
 
     def plans(self) -> dict[Label, str]:
@@ -1277,7 +1281,7 @@ class Optimizer(torch.optim.Optimizer):
         self._see_marks()
         measured = []
         for entry in self._entries():
-            if entry.p.requires_grad or self.state.get(entry.p):
+            if entry.p.requires_grad or state.of(self.state, entry.p):
                 variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)[2]
                 measured.append(memory.measure(entry.p, entry.name, self._plan_of(entry), variant))
         return memory.Memory(tuple(measured))

@@ -31,7 +31,8 @@ MASTER = "fp32_master"
 _SIZE = re.compile(r"\s*numel\s*(<=|>=|<|>)\s*([0-9][0-9_]*)\s*")
 _COMPARE: dict[str, Callable[[int, int], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
 
-_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of parameters that plans are for; frozen ones may be of any."""
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
 """What wrappers put before or between the names of what they wrap."""
@@ -325,5 +326,5 @@ def decided(
     return tuple(
         (label, settled(cls, option, value, p.dtype))
         for p, label, value in zip(tensors, labels, asked, strict=True)
-        if value is not None and (p.requires_grad or p.dtype in _TRAINED)  # frozen tensors may be anything
+        if value is not None and (p.requires_grad or p.dtype in TRAINED)  # frozen tensors may be anything
     )

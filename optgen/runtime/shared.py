@@ -97,7 +97,7 @@ def _of_model(variant: Variant) -> list[str]:
 
 
 def begin(
-    states: Mapping[Any, Mapping[str, Any]],
+    states: Mapping[Any, Any],
     new: Sequence[dict[str, Any]],
     fresh: Sequence[tuple[Bucket, int]],
     groups: Sequence[Mapping[str, Any]],
@@ -109,7 +109,7 @@ def begin(
     """
     for name in dict.fromkeys(name for b, _ in fresh for name in _of_model(b.variant)):
         theirs = [(made, b, i) for made, (b, i) in zip(new, fresh, strict=True) if name in _of_model(b.variant)]
-        old = next((s[name] for s in states.values() if name in s and s.get("step")), None)
+        old = next((s[name] for s in state.of_parameters(states) if name in s and s.get("step")), None)
         if old is None:
             _refuse_unequal(name, [(b, i) for _, b, i in theirs], groups)
             continue
@@ -133,7 +133,7 @@ def _refuse_unequal(name: str, fresh: Sequence[tuple[Bucket, int]], groups: Sequ
         )
 
 
-def spread(states: Mapping[Any, Mapping[str, Any]], buckets: Sequence[Bucket]) -> None:
+def spread(states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
     """All parameters take over what the model has come to: what the first one in the step says.
 
     Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
@@ -141,7 +141,7 @@ def spread(states: Mapping[Any, Mapping[str, Any]], buckets: Sequence[Bucket]) -
     """
     live = [(b.variant, s) for b in buckets for i, s in enumerate(b.states) if b.numel(i)]
     values = {name: s[name] for variant, s in reversed(live) for name in _of_model(variant)}
-    for s in states.values():
+    for s in state.of_parameters(states):
         for name in values.keys() & s.keys():
             if s[name] is not values[name]:
                 sharding.local(s[name]).copy_(values[name])

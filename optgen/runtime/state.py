@@ -19,6 +19,17 @@ from optgen.runtime.records import Field, Variant, as_float, dtype_name
 State = dict[str, Any]
 
 
+def of(states: Mapping[Any, State], p: Tensor) -> State | None:
+    """The state of a parameter; None where it has none, or nothing but what its user keeps there."""
+    found = states.get(p)
+    return found if found and "step" in found else None
+
+
+def of_parameters(states: Mapping[Any, Any]) -> Iterator[Mapping[str, Any]]:
+    """The states of an optimizer without what its user keeps among them under other keys."""
+    return (entry for key, entry in states.items() if isinstance(key, Tensor))
+
+
 _HOME = "_optgen_home"
 
 
