@@ -497,3 +497,18 @@ def test_two_models_whose_parameters_have_the_same_names() -> None:
     other = AdamW([{"params": models[0].named_parameters(), "plan": "fp32"}, {"params": models[1].named_parameters()}])
     with pytest.raises(ValueError, match="two parameters are called 'weight', and they are kept under"):
         other.plans()
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor([1 + 2j]), torch.tensor([2**24 + 1]), torch.tensor([1 + 2.0**-40], dtype=torch.float64)]
+)
+def test_frozen_parameters_that_fp32_does_not_hold_are_given_as_they_are(value: Tensor) -> None:
+    p, frozen = nn.Parameter(torch.ones(4)), nn.Parameter(value.clone(), requires_grad=False)
+    opt = AdamW([("p", p), ("frozen", frozen)], plan="fp32", backend="reference")
+    found = opt.master_weights()
+    assert found["p"].dtype is torch.float32
+    assert found["frozen"].dtype is value.dtype and torch.equal(found["frozen"], value)
+    assert torch.equal(opt.full_weights()[1], value)
+    assert found["frozen"].data_ptr() != frozen.data_ptr()
+    model = nn.ParameterDict({"p": p, "frozen": frozen})
+    assert torch.equal(opt.master_state_dict(model)["frozen"], value)

@@ -1182,6 +1182,7 @@ class Optimizer(torch.optim.Optimizer):
     def master_weights(self) -> dict[str | int, Tensor]:
         """The weights at full precision, fp32, by name (by position where parameters have no names).
 
+        Frozen ones that fp32 does not hold (integers, complex numbers, fp64) are copied as they are.
         ValueError where two parameters have one name, as those of two models may: see `master_state_dict`.
         """
         self._refuse_in_evaluation("master_weights()")
@@ -1195,7 +1196,7 @@ class Optimizer(torch.optim.Optimizer):
         return dict(zip(names, self.full_weights(), strict=True))
 
     def full_weights(self) -> list[Tensor]:
-        """The weights at full precision, fp32, in the order of the groups."""
+        """The weights at full precision, fp32, in the order of the groups; frozen ones as in `master_weights`."""
         self._refuse_in_evaluation("full_weights()")
         with torch.no_grad():
             return [self._full_weight(entry) for entry in self._entries()]
