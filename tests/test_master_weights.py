@@ -527,3 +527,46 @@ def test_two_models_whose_parameters_have_the_same_names() -> None:
     other = AdamW([{"params": models[0].named_parameters(), "plan": "fp32"}, {"params": models[1].named_parameters()}])
     with pytest.raises(ValueError, match="two parameters are called 'weight', and they are kept under"):
         other.plans()
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor([1 + 2j]), torch.tensor([2**24 + 1]), torch.tensor([1 + 2.0**-40], dtype=torch.float64)]
+)
+def test_frozen_parameters_that_fp32_does_not_hold_are_given_as_they_are(value: Tensor) -> None:
+    p, frozen = nn.Parameter(torch.ones(4)), nn.Parameter(value.clone(), requires_grad=False)
+    opt = AdamW([("p", p), ("frozen", frozen)], plan="fp32", backend="reference")
+    found = opt.master_weights()
+    assert found["p"].dtype is torch.float32
+    assert found["frozen"].dtype is value.dtype and torch.equal(found["frozen"], value)
+    assert torch.equal(opt.full_weights()[1], value)
+    assert found["frozen"].data_ptr() != frozen.data_ptr()
+    model = nn.ParameterDict({"p": p, "frozen": frozen})
+    assert torch.equal(opt.master_state_dict(model)["frozen"], value)
+
+
+@pytest.mark.parametrize("plan", ["int8_split24", "fp32_master"])
+def test_states_begin_anew_and_weights_stay(plan: str) -> None:
+    """What docs/contract.md says to do in the place of opt.state[p]["exp_avg"].zero_()."""
+    model = nn.Linear(72, 64).bfloat16()
+    opt = AdamW(model.named_parameters(), plan=plan, backend="reference")
+
+    def step(by: AdamW, k: int) -> None:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.5 - k)
+        by.step()
+
+    for k in range(3):
+        step(opt, k)
+    kept = opt.master_state_dict(model)
+    opt.state.clear()
+    opt.load_master_state_dict(model, kept)
+    assert all(torch.equal(kept[name], value) for name, value in opt.master_weights().items())
+    step(opt, 0)
+    found = opt.dense_state_dict()["state"], opt.full_weights()
+    new = AdamW(model.named_parameters(), plan=plan, backend="reference")
+    new.load_master_state_dict(model, kept)
+    step(new, 0)
+    other = new.dense_state_dict()["state"], new.full_weights()
+    assert all(map(torch.equal, found[1], other[1]))
+    for a, b in zip(found[0].values(), other[0].values(), strict=True):
+        assert torch.equal(a["exp_avg"], b["exp_avg"])

@@ -311,3 +311,19 @@ def test_released_parameters_take_turns_in_two_rooms(monkeypatch: pytest.MonkeyP
     same(a, b, opt_a, opt_b)
     largest = max(p.numel() * 2 for p in b.parameters())
     assert made == [2 * largest, 2 * largest]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_gradients_of_zeros_that_lie_nowhere() -> None:
+    """What torch.sgn leaves is copied to the host as any other zeros."""
+    found = []
+    for nowhere in (True, False):
+        model = net()
+        opt = moved(optim.AdamW(model.named_parameters(), backend="reference", plan="int8_split24"))
+        for k in range(3):
+            opt.zero_grad()
+            for p in model.parameters():
+                (p.square() if k == 1 else p.sgn() if nowhere else p * 0).sum().backward()
+            opt.step()
+        found.append((model, opt))
+    same(found[0][0], found[1][0], found[0][1], found[1][1])

@@ -366,6 +366,25 @@ def test_clipping_of_each_parameter_is_torchs(by: str) -> None:
     same(a, b, opt_a, opt_b)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"clip": 1.0}, {"clip": 1.0, "clip_by": "value"}, {"accumulate": 2, "accumulator": "int8"}], ids=str
+)
+def test_gradients_of_zeros_that_lie_nowhere(options: dict[str, Any]) -> None:
+    """What torch.sgn leaves cannot be written, as clipping and sums do."""
+    found = []
+    for nowhere in (True, False):
+        p = nn.Parameter(torch.randn(64, 72, generator=torch.Generator().manual_seed(0)).bfloat16())
+        opt = optim.AdamW([("p", p)], plan="int8_split24", backend="reference")
+        kept = {"accumulator": accumulator(options["accumulator"])} if "accumulator" in options else {}
+        opt.release_gradients(**{**options, **kept})
+        for k in range(5):  # a sum of two begins and ends with each of them, and one is left to step()
+            (p.square() if k in (1, 2) else p.sgn() if nowhere else p * 0).sum().backward()
+            if k % 2 == 1 or k == 4:
+                opt.step()
+        found.append([p.detach(), *(value for value in opt.state[p].values() if isinstance(value, Tensor))])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_clipping_by_the_norm_of_the_step_before() -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), lr=1e-2), torch.float32)
     opt_b.release_gradients(b, clip=0.1, clip_by="previous_norm", accumulate=2)

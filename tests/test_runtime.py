@@ -24,7 +24,7 @@ from runtime_standin import AdamW
 from runtime_standin import int8 as int8_plan
 from torch import Tensor, nn
 
-from optgen.runtime import Hyper, Variant, keys, layout, plans
+from optgen.runtime import Hyper, Variant, keys, layout, overrides, plans
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -780,6 +780,42 @@ def test_checkpoint_that_does_not_fit_changes_nothing(case: str) -> None:
     assert [id(g) for g in opt.param_groups] == objects
 
 
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_users_own_entries_are_kept_saved_and_loaded(device: str | None) -> None:
+    """As torch keeps them; those of a parameter that has made no step, or never will, as well."""
+    (opt, params), (plain, others) = fresh(torch.bfloat16), fresh(torch.bfloat16)
+    frozen = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
+    opt.add_param_group({"params": [frozen]})
+    opt.state[params[4]]["early"] = 3
+    train(opt, params, range(2))
+    train(plain, others, range(2))
+    opt.state[params[0]]["ema"] = params[0].detach().clone()
+    opt.state[params[1]]["window"] = [torch.ones(2), "text"]
+    opt.state[frozen]["seen"] = 7
+    opt.state["n"] = 5
+    opt.state["mean"] = {"exp_avg": 1.0, "step": 3}
+    opt.dense_state_dict(), opt.master_weights(), opt.memory()
+    torch.set_default_device(device)
+    try:
+        opt.load_state_dict(through_file(opt.state_dict()))
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(opt.state[params[0]]["ema"], params[0])
+    assert opt.state[params[0]]["ema"].dtype is torch.bfloat16
+    assert opt.state[params[1]]["window"][1] == "text"
+    assert (opt.state[params[4]]["early"], opt.state[frozen], opt.state["n"]) == (3, {"seen": 7}, 5)
+    assert opt.state["mean"] == {"exp_avg": 1.0, "step": 3}
+    train(opt, params, range(2, 5))
+    train(plain, others, range(2, 5))
+    assert bits(params) == bits(others)
+    assert opt.state["n"] == 5 and "early" in opt.state[params[4]] and "ema" in opt.state[params[0]]
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0]["own:step"] = 3
+    saved["state"][1]["ema"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"own:step: not expected, step is a state of the rule\n.* ema: not expected"):
+        opt.load_state_dict(saved)
+
+
 def test_misfits_are_listed_but_not_without_end() -> None:
     opt, params = fresh(torch.bfloat16)
     train(opt, params, range(1))
@@ -813,6 +849,56 @@ def test_names_decide_the_order() -> None:
     named = AdamW([(name, p) for name, p in zip("abc", others, strict=True)])
     named.load_state_dict(AdamW(parameters(torch.bfloat16, shapes)).state_dict())
     assert named.param_groups[0]["param_names"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["a.w", "b.w", "c"], ["c", "b.w", "a._orig_mod.w"]),
+        (["a._orig_mod.w", "b._checkpoint_wrapped_module.w", "c"], ["a.w", "c", "b.w"]),
+        (["a.w", "b.w", "c"], ["module.c", "module.a.w", "module.b.w"]),
+    ],
+)
+def test_names_decide_the_order_where_layers_are_wrapped(before: list[str], after: list[str]) -> None:
+    """The names that random bits go by are the saved ones from then on, in the present order."""
+    shapes = [(64, 72), (72, 64), (5,)]
+    params, others = (dict(zip(before, parameters(torch.bfloat16, shapes), strict=True)) for _ in range(2))
+    bare = {overrides.bare(name): name for name in before}
+    opt = AdamW(params.items())
+    train(opt, list(params.values()), range(2))
+    for p, q in zip(params.values(), others.values(), strict=True):
+        q.data.copy_(p)
+    order = [bare[overrides.bare(name)] for name in after]
+    loaded = AdamW([(name, others[own]) for name, own in zip(after, order, strict=True)])
+    loaded.load_state_dict(opt.state_dict())
+    assert loaded.param_groups[0]["param_names"] == order
+    train(opt, list(params.values()), range(2, 4))
+    train(loaded, list(others.values()), range(2, 4))
+    for name in before:
+        assert torch.equal(params[name], others[name])
+        assert bits(opt.state[params[name]]) == bits(loaded.state[others[name]])
+
+
+def test_wrapped_layers_of_another_model_are_refused() -> None:
+    opt = AdamW(list(zip(["a._orig_mod.w", "c"], parameters(torch.bfloat16, [(3,)] * 2), strict=True)))
+    for names in (["b.w", "c"], ["w", "c"]):
+        other = AdamW(list(zip(names, parameters(torch.bfloat16, [(3,)] * 2), strict=True)))
+        with pytest.raises(ValueError, match=r"parameters \['a._orig_mod.w'\], got \['b?\.?w'\] in their place"):
+            opt.load_state_dict(other.state_dict())
+
+
+def test_parameters_of_one_name_keep_their_order_among_themselves() -> None:
+    """As those of two models in one optimizer do, whatever stands between them."""
+    params, others = (parameters(torch.bfloat16, [(3,)] * 4) for _ in range(2))
+    opt = AdamW(list(zip(["w", "b", "w", "b"], params, strict=True)))
+    train(opt, params, range(2))
+    turned = AdamW([("b", others[1]), ("w", others[0]), ("b", others[3]), ("w", others[2])])
+    turned.load_state_dict(opt.state_dict())
+    assert [bits(opt.state[p]) for p in params] == [bits(turned.state[p]) for p in others]
+    assert turned.param_groups[0]["param_names"] == ["b", "w", "b", "w"]
+    other = AdamW([("w", others[0]), ("w", others[1]), ("w", others[2]), ("b", others[3])])
+    with pytest.raises(ValueError, match=r"expected parameters \['w'\], got \['b'\] in their place"):
+        other.load_state_dict(opt.state_dict())
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.two_tensor import TwoTensor
 
+import generated
 from generated import CAME, LAMB, AdamW, Muon
 from optgen.runtime import Optimizer, files, state
 
@@ -212,18 +213,51 @@ def test_a_parameter_that_left_the_device_of_its_gradient() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("start", [0, 8])
 @pytest.mark.parametrize("which", ["parameter 1", "the gradient of parameter 1"])
-def test_memory_that_was_freed_is_not_read(backend: str, start: int, which: str) -> None:
+@pytest.mark.parametrize("steps", [0, 3])
+def test_memory_that_was_freed_is_not_read(backend: str, start: int, which: str, steps: int) -> None:
     """A view behind the start of what was freed has an address that is not 0, and no memory either."""
     params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(16)[start : start + 8])]
     opt = AdamW(params, backend=backend, plan="fp32")
     for p in params:
         p.grad = torch.ones(16)[start : start + 8]
+    for _ in range(steps):  # the last one by the short way
+        opt.step()
+    before, kept = params[0].detach().clone(), copy.deepcopy(opt.state_dict()["state"])
     freed = params[1] if which == "parameter 1" else params[1].grad
     assert freed is not None
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=rf"AdamW: {which} \(float32 \[8\]\) has no memory: it was freed"):
         opt.step()
-    assert bool((params[0] == 1).all()) and not opt.state
+    assert torch.equal(params[0], before)
+    assert {k: s["step"] for k, s in opt.state_dict()["state"].items()} == {k: s["step"] for k, s in kept.items()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("plan", "dtype"), [("fp32", torch.float32), ("int8_split24", torch.bfloat16)])
+def test_gradients_of_zeros_that_lie_nowhere(backend: str, plan: str, dtype: torch.dtype) -> None:
+    """The backward of torch.sgn leaves zeros without memory; of a part of them, at an address that is not 0."""
+    found = []
+    for nowhere in (True, False):
+        params = [p.to(dtype).detach().requires_grad_() for p in parameters((64, 64), (8, 64))]
+        opt = AdamW([("a", params[0]), ("b", params[1])], backend=backend, plan=plan)
+        for k in range(7):
+            opt.zero_grad()
+            both = torch.cat(params)
+            loss = both.square() if k % 4 else both.sgn() if nowhere else both * 0
+            loss.sum().backward()
+            assert all(p.grad is not None and p.grad._is_zerotensor() is (nowhere and k % 4 == 0) for p in params)
+            opt.step()
+        states = [opt.state[p] for p in params]
+        found.append([*params, *(s[key] for s in states for key in s if isinstance(s[key], Tensor))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parameter_of_zeros_that_lie_nowhere_is_refused(backend: str) -> None:
+    p = nn.Parameter(torch._efficientzerotensor((16, 8))[8:])
+    p.grad = torch.ones(8, 8)
+    with pytest.raises(RuntimeError, match=r"AdamW: parameter 0 \(float32 \[8, 8\]\) has no memory"):
+        AdamW([p], backend=backend, plan="fp32").step()
 
 
 def test_empty_fake_and_meta_tensors_need_no_memory() -> None:
@@ -407,6 +441,28 @@ def test_steps_and_checkpoints_whatever_the_default_device(
             torch.set_default_device(None)
         found.append([*(p.detach() for p in params), *(t for entry in dense.values() for t in entry.values())])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+@pytest.mark.parametrize("name", generated.__all__)
+def test_eager_steps_of_every_rule_whatever_the_default_dtype(name: str, plan: str) -> None:
+    """torch.where of two numbers, and a tensor of a number, take the default dtype where none is said."""
+    found = []
+    for default in (torch.float32, torch.float64, torch.bfloat16):
+        params = [p.to(torch.bfloat16).detach().requires_grad_() for p in parameters((64, 72), (5, 6))]
+        opt = getattr(generated, name)([("a", params[0]), ("b", params[1])], plan=plan, backend="reference")
+        for p in params:
+            p.grad = torch.full_like(p, 0.5)
+        torch.set_default_dtype(default)
+        try:
+            for _ in range(2):
+                opt.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        states = [opt.state[p] for p in params]
+        found.append([*params, *(s[key] for s in states for key in s if isinstance(s[key], Tensor))])
+    for other in found[1:]:
+        assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_parameters_whose_memory_is_freed_share_none() -> None:

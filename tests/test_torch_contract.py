@@ -555,3 +555,25 @@ def test_a_state_that_begins_with_the_first_weight_cannot_begin_late() -> None:
         opt.step()
     assert alike([p.detach() for p in params], shown)
     assert alike(opt.state_dict()["state"], saved["state"])
+
+
+@pytest.mark.parametrize("name", [name for name in dir(generated) if hasattr(torch.optim, name)])
+def test_hyper_parameters_and_flags_go_by_position_as_in_torch(name: str) -> None:
+    """What docs/contract.md says of the rest: it goes by name."""
+
+    def positional(cls: type) -> list[str]:
+        found = inspect.signature(cls).parameters.values()  # type: ignore[arg-type]
+        return [p.name for p in found if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+    theirs, ours = positional(getattr(torch.optim, name)), positional(getattr(generated, name))
+    options = {"capturable", "foreach", "maximize", "differentiable"}
+    wanted = [key for key in theirs if key not in options]
+    wanted = wanted[: wanted.index("nesterov")] if name == "Muon" else wanted
+    assert ours[: len(wanted)] == wanted
+    assert set(theirs) - set(inspect.signature(getattr(generated, name)).parameters) <= {"adjust_lr_fn"}
+
+
+def test_parameters_in_fp64_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="AdamW has no plan for float64 parameters"):
+        generated.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.float64))])
+    generated.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False)])

@@ -361,6 +361,62 @@ def test_states_of_the_model_reach_parameters_that_missed_a_step() -> None:
     assert d.pop() > 1e-2
 
 
+@pytest.mark.parametrize("name", ["prodigy", "dadapt_adam"])
+def test_groups_that_would_begin_a_state_of_the_model_with_different_numbers_are_refused(name: str) -> None:
+    cls = compiled(name)
+    params = [torch.nn.Parameter(w) for w in weights(((4, 3), (5,)))]
+    before = [p.detach().clone() for p in params]
+    opt = cls([{"params": [p], "d0": d0} for p, d0 in zip(params, (1e-6, 1e-2), strict=True)], plan="fp32")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"0 \(.*\) begins d with d0=1e-06, but parameter 1 .* with d0=0.01: d is"):
+        opt.step()
+    assert not opt.state
+    assert all(map(torch.equal, params, before))
+    opt.param_groups[1]["d0"] = torch.tensor(1e-6)  # the same number in fp32
+    opt.step()
+    assert float(opt.state[params[0]]["d"]) == float(opt.state[params[1]]["d"])
+
+
+def test_a_group_that_begins_later_takes_over_a_state_of_the_model_whatever_it_says() -> None:
+    cls = compiled("prodigy")
+    params = [torch.nn.Parameter(w) for w in weights(((4, 3), (5,), (2,)))]
+
+    def groups() -> list[dict[str, Any]]:
+        return [{"params": params[:1], "d0": 2.0**-6}, {"params": params[1:], "d0": 1e-6}]
+
+    opt = cls(groups(), plan="fp32")
+    params[0].grad = torch.ones(4, 3)
+    opt.step()
+    loaded = cls(groups(), plan="fp32")
+    loaded.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for found in (opt, loaded):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        found.step()
+        assert {float(s["d"]) for s in found.state.values()} == {float(found.state[params[0]]["d"])}
+        assert float(found.state[params[2]]["d"]) >= 2.0**-6
+
+
+def test_a_users_own_entries_are_no_states_of_the_model() -> None:
+    cls = compiled("prodigy")
+    start, gs = weights(((4, 3), (5,))), gradients(((4, 3), (5,)), 4)
+    found = []
+    for own in (True, False):
+        params = [torch.nn.Parameter(w.clone()) for w in start]
+        opt = cls(params, plan="fp32")
+        if own:
+            opt.state["n"] = 5
+            opt.state["mine"] = {"d": torch.tensor(7.0), "step": 3}
+        for k, step in enumerate(gs):
+            for i, (p, g) in enumerate(zip(params, step, strict=True)):
+                p.grad = None if i and not k else g.clone()
+            opt.step()
+        found.append([p.detach() for p in params])
+        assert not own or (opt.state["n"], float(opt.state["mine"]["d"])) == (5, 7.0)
+    assert all(map(torch.equal, *found))
+
+
 # -- intervals
 
 

@@ -65,8 +65,13 @@ def _lshr(p: Printer, n: Node) -> Text:
     return f"{p.text(x, 8)} >> {k.attr} & {hex((1 << (32 - k.attr)) - 1)}", 7
 
 
+def _of_numbers(n: Node) -> bool:
+    """Whether a choice is one between two constants, for which torch.where takes the default dtype."""
+    return n.op == "where" and n.args[1].op == n.args[2].op == "const"
+
+
 def _where(p: Printer, n: Node) -> Text:
-    return p.call("torch.where", *n.args)
+    return p.call("choose" if _of_numbers(n) else "torch.where", *n.args)
 
 
 def _method(name: str) -> Spelling:
@@ -340,6 +345,8 @@ def needs(schedules: list[Schedule]) -> list[str]:
                 names.add(n.op)
             if n.op in ("sqrt", "rotl", "lookup", "search"):
                 names.add(n.op)
+            if _of_numbers(n):
+                names.add("choose")
             if n.op == "div" and "const" in (a.op for a in n.args):
                 names.add("quotient")
     return sorted(names)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import blocks, foreign, layout, low_bits, options, plans, sharding, state
+from optgen.runtime import blocks, foreign, layout, low_bits, options, overrides, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.records import Field, Variant, as_float, in_blocks
@@ -94,6 +94,63 @@ def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[st
     return {**found, "format": FORMAT}, entries
 
 
+OWN = "own:"
+"""What stands in a checkpoint before the names of entries that a user keeps in the optimizer's state: so these are told
+from what is of another rule or plan, or damaged."""
+
+
+def marked(cls: Any, groups: Groups, saved: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The states of a state dict, those of parameters by position, with a user's own entries under such names."""
+    params = [(g, p, label) for g, labels in zip(groups, _labels(groups), strict=True)
+              for p, label in zip(g["params"], labels, strict=True)]  # fmt: skip
+    made: dict[Any, Any] = {}
+    for key, entry in saved.items():
+        if isinstance(key, str):
+            made[OWN + key] = entry
+        elif isinstance(entry, dict) and entry and type(key) is int and key < len(params):
+            group, p, label = params[key]
+            expected = _names(cls, group, p, label)
+            made[key] = entry
+            if not expected.issuperset(entry):
+                made[key] = {k if k in expected else f"{OWN}{k}": value for k, value in entry.items()}
+        else:
+            made[key] = entry
+    return made
+
+
+def _names(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> set[str]:
+    """What the state of a parameter consists of under its plan, whatever the flags."""
+    if p.dtype not in overrides.TRAINED:
+        return set()
+    variants: Sequence[Variant] = plans.chosen(cls, group, p.dtype, label).module.VARIANTS
+    return {"step", *(name for v in variants for name in (*v.host_names, *(f.name for f in v.fields)))}
+
+
+def _parted(entry: Any) -> tuple[Any, dict[str, Any]]:
+    """A checkpoint's entry of a parameter without a user's own ones, and these under their names."""
+    if not isinstance(entry, Mapping):
+        return entry, {}
+    own = {key: value for key, value in entry.items() if _is_own(key)}
+    rest = {key: value for key, value in entry.items() if key not in own} if own else entry
+    return rest, {key.removeprefix(OWN): value for key, value in own.items()}
+
+
+def _kept(
+    own: Mapping[str, Any], taken: Collection[str], device: torch.device, where: str, misfits: Misfits
+) -> state.State:
+    """Copies of a user's own entries; a misfit for one without values, or under a name that is taken."""
+    made: state.State = {}
+    for key, value in own.items():
+        if key in taken:
+            misfits.add(f"{where}: {OWN}{key}: not expected, {key} is a state of the rule")
+        elif isinstance(value, Tensor) and not has_values(value):
+            misfits.add(f"{where}: {OWN}{key}: expected a tensor with values, got one without")
+        else:
+            moved = value.detach().to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+            made[key] = moved
+    return made
+
+
 class Loaded(NamedTuple):
     """What an optimizer takes over.
 
@@ -117,7 +174,7 @@ def read(
     old = _before_axes(saved_groups)
     saved_groups, saved_state = _present(saved_groups, saved_state, misfits)
     order = _match(groups, saved_groups, misfits)
-    merged = [_merge(cls, i, g, s, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
+    merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
     _take_overrides(cls, groups, merged, saved_groups, order)
     if cls.BLOCKS:
@@ -130,7 +187,7 @@ def read(
         found = zip(labels, group["params"], strict=True)
         arena = _arena(cls, group, {label: p for label, p in found if _is_there(saved_state.get(order[id(p)]))})
         for i, (label, p) in enumerate(zip(labels, group["params"], strict=True)):
-            entry = saved_state.get(order[id(p)])
+            entry, extra = _parted(saved_state.get(order[id(p)]))
             name = group["param_names"][i] if "param_names" in group else order[id(p)]
             if _is_there(entry):
                 if order[id(p)] in old and (said := _misread(select(cls, group, p, label)[2], p)):
@@ -139,8 +196,14 @@ def read(
                 made = _load_one(cls, group, p, entry, name, label, own, misfits, arena, loaded.rounded)
                 if made is not None:
                     loaded.states[p] = made
-            elif p.requires_grad and (not present or present.get(p)):
+            elif p.requires_grad and (not present or state.of(present, p)):
                 missing.append(str(name))
+            if extra:
+                where = state.label(p, name if isinstance(name, (str, int)) else str(name))
+                taken = _names(cls, group, p, label)
+                loaded.states.setdefault(p, {}).update(_kept(extra, taken, p.device, where, misfits))
+    for key in filter(_is_own, saved_state):
+        loaded.states[key.removeprefix(OWN)] = copy.deepcopy(saved_state[key])
     if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
@@ -260,8 +323,9 @@ def _short(value: object) -> str:
 def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, Any]:
     """id(parameter) -> its number in the checkpoint.
 
-    By name where a group's names are the same in another order; else, as torch does, by position (renamed
-    models).  Names that agree only in part mean another model and are refused.
+    By name where a group's names are the same in another order, or are but for wrappers of modules (torch.compile,
+    checkpoint_wrapper); else, as torch does, by position (renamed models).  Names that agree only in part mean another
+    model and are refused.
     """
     if len(groups) != len(saved):
         misfits.add(f"expected {len(groups)} parameter groups, got {len(saved)}")
@@ -274,15 +338,35 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
             continue
         names, other_names = group.get("param_names"), other.get("param_names")
         if names is not None and other_names is not None and list(names) != list(other_names):
-            missing, extra = set(names) - set(other_names), set(other_names) - set(names)
-            if not missing and not extra:
-                by_name = dict(zip(other_names, numbers, strict=True))
-                numbers = [by_name[name] for name in names]
-            elif len(missing) < len(set(names)):
-                misfits.add(f"group {i}: expected parameters {sorted(missing)}, got {sorted(extra)} in their place")
+            here: Counter[plans.Label] = Counter(names)
+            there: Counter[plans.Label] = Counter(other_names)
+            missing, extra = here - there, there - here
+            mine, theirs = (_bare(found) if missing else _counted(found) for found in (names, other_names))
+            if set(mine) == set(theirs):
+                by_name = dict(zip(theirs, numbers, strict=True))
+                numbers = [by_name[name] for name in mine]
+            elif missing.total() < len(names):
+                lacking, found = sorted(missing.elements()), sorted(extra.elements())
+                misfits.add(f"group {i}: expected parameters {lacking}, got {found} in their place")
         order.update((id(p), number) for p, number in zip(params, numbers, strict=True))
     misfits.stop()
     return order
+
+
+def _counted(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
+    """Each name, and how often it stands before: two parameters may share one."""
+    seen: Counter[plans.Label] = Counter()
+    found = []
+    for name in names:
+        found.append((name, seen[name]))
+        seen[name] += 1
+    return found
+
+
+def _bare(names: Sequence[plans.Label]) -> list[tuple[plans.Label, int]]:
+    """The same without wrappers; as they are, where two would share a name."""
+    found = [overrides.bare(name) if isinstance(name, str) else name for name in names]
+    return _counted(found if len(set(found)) == len(found) else names)
 
 
 def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, int]:
@@ -293,12 +377,18 @@ def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) 
 
 
 def _merge(
-    cls: Any, index: int, group: Mapping[str, Any], saved: Mapping[str, Any], misfits: Misfits
+    cls: Any,
+    index: int,
+    group: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    order: Mapping[int, Any],
+    misfits: Misfits,
 ) -> dict[str, Any]:
-    """The group as it is after loading: saved options over the present ones, present parameters."""
+    """The group as it is after loading: saved options and names over the present ones, present parameters."""
     taken = {key: copy.deepcopy(value) for key, value in saved.items() if key not in options.FOREIGN}
-    if Counter(taken.get("param_names", ())) == Counter(group.get("param_names", ())):
-        taken.pop("param_names", None)  # matched by name: the present order holds
+    if taken.get("param_names") is not None:  # what random bits go by; in the present order
+        names = dict(zip(saved["params"], taken["param_names"], strict=True))
+        taken["param_names"] = [names[order[id(p)]] for p in group["params"]]
     merged = {**group, **taken}
     for key in ("overrides", "blocks"):
         if "plan" in saved and key not in saved:
@@ -397,10 +487,15 @@ def _named(value: str) -> str:
     return {"None": "the plan of its group", plans.FULL: "fp32 states"}.get(value, value)
 
 
+def _is_own(key: object) -> bool:
+    """Whether a key of a checkpoint's states is one of its user's."""
+    return isinstance(key, str) and key.startswith(OWN)
+
+
 def _known_ids(order: Mapping[int, Any], saved: Mapping[Any, Any], misfits: Misfits) -> None:
     known = set(order.values())
     for key in saved:
-        if key not in known:
+        if key not in known and not _is_own(key):
             misfits.add(f"state of {key!r}: expected parameters of the groups only, it is in none")
 
 

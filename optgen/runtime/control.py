@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optgen.runtime import keys
+from optgen.runtime import keys, state
 from optgen.runtime.records import HostFunction, Variant
 from optgen.runtime.scalars import Scalar
 
@@ -119,10 +119,10 @@ class Counters:
             if own is not None and known and bucket.done is not None:
                 own.says(bucket.done + 1)
 
-    def forget(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+    def forget(self, states: Mapping[Any, Any]) -> None:
         """Drops what no state holds any more, once there is much of it."""
         if len(self._known) > 64 and len(self._known) > 8 * len(states):
-            held = {id(x) for entry in states.values() for x in entry.values()}
+            held = {id(x) for entry in state.of_parameters(states) for x in entry.values()}
             self._known = {key: value for key, value in self._known.items() if key in held}
 
 

@@ -18,8 +18,8 @@ from optgen.runtime import sums
 from optgen.runtime.matrices import newton_schulz
 
 __all__ = [
-    "Blocks", "axis_max", "axis_min", "block_max", "block_min", "few_max", "few_sum", "lookup", "newton_schulz", "put",
-    "quotient", "rotl", "rows_and_columns", "scalars", "search", "sqrt",
+    "Blocks", "axis_max", "axis_min", "block_max", "block_min", "choose", "few_max", "few_sum", "lookup",
+    "newton_schulz", "put", "quotient", "rotl", "rows_and_columns", "scalars", "search", "sqrt",
 ]  # fmt: skip
 
 
@@ -199,6 +199,12 @@ def block_min(x: Tensor, live: Tensor | None) -> Tensor:
     if live is not None:
         x = torch.where(live, x, torch.iinfo(x.dtype).max)
     return x.amin(-1, keepdim=True)
+
+
+def choose(condition: Tensor, x: float, y: float) -> Tensor:
+    """x where the condition holds, else y: fp32, or int32 where they are ints; torch's own is of the default dtype."""
+    dtype = torch.float32 if isinstance(x, float) else torch.int32
+    return torch.where(condition, torch.full((), x, dtype=dtype, device=condition.device), y)
 
 
 @lru_cache(maxsize=256)

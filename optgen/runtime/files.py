@@ -34,6 +34,7 @@ from optgen.runtime.misfits import Misfits
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.records import dtype_of
 from optgen.runtime.state import describe, problems
+from optgen.runtime.state import of as state_of
 
 VERSION = 1
 """Of the file's own structure; what is in the optimizer's part has a version of its own (checkpoint.py)."""
@@ -170,7 +171,7 @@ def _readings(optimizer: Optimizer) -> list[list[Any]]:
     for group in optimizer.param_groups:
         for place, p in enumerate(group["params"]):
             position += 1
-            if optimizer.state.get(p) and p.numel():
+            if state_of(optimizer.state, p) and p.numel():
                 name = _label(group, place, position)
                 _, plan, variant = checkpoint.select(type(optimizer), group, p, name)
                 key = plan, variant

@@ -447,7 +447,7 @@ class Optimizer(torch.optim.Optimizer):
             added: list[Entry] = []
             for entry in self._entries():
                 if entry.group is group and id(entry.p) in marked and entry.name not in plans.own(group):
-                    (late if self.state.get(entry.p) else added).append(entry)
+                    (late if state.of(self.state, entry.p) else added).append(entry)
             decided = rules.decided(
                 type(self), group["plan"], [e.p for e in added], [e.name for e in added], [rules.FP32] * len(added)
             )
@@ -801,6 +801,8 @@ class Optimizer(torch.optim.Optimizer):
                     or type(p) not in _PLAIN
                     or not p.untyped_storage().nbytes()
                     or not g.untyped_storage().nbytes()
+                    or g._is_zerotensor()
+                    or p._is_zerotensor()
                 ):
                     g = self._in_memory(p, g, name, choice.backend == "reference")
                 bucket.shards.append(shard)
@@ -837,7 +839,7 @@ class Optimizer(torch.optim.Optimizer):
             )
             for b, i in fresh
         ]
-        shared.begin(self.state, new, [b.variant for b, _ in fresh])
+        shared.begin(self.state, new, fresh, groups)
         for (b, i), entry in zip(fresh, new, strict=True):
             b.states[i] = entry
             shard = b.shards[i]
@@ -984,8 +986,9 @@ class Optimizer(torch.optim.Optimizer):
         return g.dtype if g.dtype in GRADS else torch.float32
 
     def _in_memory(self, p: Tensor, g: Tensor, name: str | int, eager: bool) -> Tensor:
-        """The gradient, waited for; TypeError or RuntimeError where it or the parameter is at no address."""
-        g = sharding.waited(g)
+        """The gradient, waited for, and put into memory where it is zeros that have none; TypeError or RuntimeError
+        where it or the parameter is at no address."""
+        g = state.materialized(sharding.waited(g))
         for which, t in (("", p), ("the gradient of ", g)):
             if state.wraps(t):
                 raise TypeError(
@@ -1104,7 +1107,7 @@ class Optimizer(torch.optim.Optimizer):
                     evaluation.weights(type(self), entry.group, entry.p, kept, entry.name),
                 )
                 for entry in self._entries()
-                if (kept := self.state.get(entry.p))
+                if (kept := state.of(self.state, entry.p))
             ]
             self._trained = {p: trained for p, trained, _ in found}
             for p, _, weights in found:
@@ -1120,10 +1123,12 @@ class Optimizer(torch.optim.Optimizer):
         self._trained = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, its options in Python's own numbers.  RuntimeError between `eval()` and `train()`: the model then
-        holds other weights."""
+        """As torch's, its options in Python's own numbers, and a user's own entries of `opt.state` under "own:" and
+        their names.  RuntimeError between `eval()` and `train()`: the model then holds other weights."""
         self._refuse_in_evaluation("state_dict()")
         found = super().state_dict()
+        if isinstance(found.get("state"), dict):
+            found["state"] = checkpoint.marked(type(self), self.param_groups, found["state"])
         for group in found.get("param_groups", ()):  # hooks may have made it another
             if isinstance(group, dict):
                 group.update(options.in_plain_numbers(type(self), group))
@@ -1168,7 +1173,7 @@ class Optimizer(torch.optim.Optimizer):
                     state.settle(p, home)
                 raise
             self._replay, self._broke_off = replay.Keeper(), None
-            weights.settle(loaded.rounded, loaded.states)
+            weights.settle(loaded.rounded, [p for p in loaded.states if isinstance(p, Tensor)])
         self.state = defaultdict(dict, loaded.states)
         self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -1188,7 +1193,7 @@ class Optimizer(torch.optim.Optimizer):
         dense = {}
         with torch.no_grad():
             for entry in self._entries():
-                kept = self.state.get(entry.p)
+                kept = state.of(self.state, entry.p)
                 if kept:
                     _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
                     state.check(variant, entry.p, kept, entry.name)
@@ -1198,6 +1203,7 @@ class Optimizer(torch.optim.Optimizer):
     def master_weights(self) -> dict[str | int, Tensor]:
         """The weights at full precision, fp32, by name (by position where parameters have no names).
 
+        Frozen ones that fp32 does not hold (integers, complex numbers, fp64) are copied as they are.
         ValueError where two parameters have one name, as those of two models may: see `master_state_dict`.
         """
         self._refuse_in_evaluation("master_weights()")
@@ -1211,13 +1217,13 @@ class Optimizer(torch.optim.Optimizer):
         return dict(zip(names, self.full_weights(), strict=True))
 
     def full_weights(self) -> list[Tensor]:
-        """The weights at full precision, fp32, in the order of the groups."""
+        """The weights at full precision, fp32, in the order of the groups; frozen ones as in `master_weights`."""
         self._refuse_in_evaluation("full_weights()")
         with torch.no_grad():
             return [self._full_weight(entry) for entry in self._entries()]
 
     def _full_weight(self, entry: Entry) -> Tensor:
-        kept = self.state.get(entry.p)
+        kept = state.of(self.state, entry.p)
         if not kept:
             return weights.fresh(entry.p)
         _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
@@ -1225,7 +1231,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _trained_entries(self) -> dict[int, Entry]:
         """id(parameter) -> its entry, of those that are trained."""
-        return {id(entry.p): entry for entry in self._entries() if entry.p.requires_grad or self.state.get(entry.p)}
+        return {
+            id(entry.p): entry for entry in self._entries() if entry.p.requires_grad or state.of(self.state, entry.p)
+        }
 
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """The model's state dict with its weights at full precision: fp32, for `fp32_model.load_state_dict`.
@@ -1259,7 +1267,7 @@ class Optimizer(torch.optim.Optimizer):
             ready = []
             for p, value in found.owned:
                 entry = entries[id(p)]
-                kept = self.state.get(p)
+                kept = state.of(self.state, p)
                 _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name, kept or None)
                 if kept:
                     state.check(variant, p, kept, entry.name)
@@ -1269,7 +1277,7 @@ class Optimizer(torch.optim.Optimizer):
             for plan, variant, p, kept, value, group in ready:
                 made = weights.put(plan, variant, p, kept, value, group)
                 if made is not None:
-                    self.state[p] = made
+                    self.state[p] = {**self.state.get(p, {}), **made}
             low_bits.carry(model)
 
     def plans(self) -> dict[Label, str]:
@@ -1295,7 +1303,7 @@ class Optimizer(torch.optim.Optimizer):
         self._see_marks()
         measured = []
         for entry in self._entries():
-            if entry.p.requires_grad or self.state.get(entry.p):
+            if entry.p.requires_grad or state.of(self.state, entry.p):
                 variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)[2]
                 measured.append(memory.measure(entry.p, entry.name, self._plan_of(entry), variant))
         return memory.Memory(tuple(measured))

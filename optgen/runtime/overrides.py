@@ -31,7 +31,8 @@ MASTER = "fp32_master"
 _SIZE = re.compile(r"\s*numel\s*(<=|>=|<|>)\s*([0-9][0-9_]*)\s*")
 _COMPARE: dict[str, Callable[[int, int], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
 
-_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of parameters that plans are for; frozen ones may be of any."""
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
 """What wrappers put before or between the names of what they wrap."""
@@ -235,13 +236,17 @@ class Rules:
         raise ValueError(f"{self.owner}: {self.OPTION}: {rule.shown} matches no parameter{guess}")
 
 
+def bare(name: str) -> str:
+    """A parameter's name without what wrappers put before or into it."""
+    for part in _WRAPPERS:
+        name = name.removeprefix(part) if part == "module." else name.replace(part, "")
+    return name
+
+
 def _called(name: str) -> list[str]:
     """What patterns may match: the parameter's name and those of the modules around it, without wrappers as well."""
-    bare = name
-    for part in _WRAPPERS:
-        bare = bare.removeprefix(part) if part == "module." else bare.replace(part, "")
     found = []
-    for one in dict.fromkeys((name, bare)):
+    for one in dict.fromkeys((name, bare(name))):
         parts = one.split(".")
         found += [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
     return found
@@ -321,5 +326,5 @@ def decided(
     return tuple(
         (label, settled(cls, option, value, p.dtype))
         for p, label, value in zip(tensors, labels, asked, strict=True)
-        if value is not None and (p.requires_grad or p.dtype in _TRAINED)  # frozen tensors may be anything
+        if value is not None and (p.requires_grad or p.dtype in TRAINED)  # frozen tensors may be anything
     )

@@ -156,6 +156,12 @@ def _connect(p: Tensor) -> None:
     known._post_accumulate_grad_hooks = known._post_accumulate_grad_hooks
 
 
+def _materialize(p: Tensor) -> None:
+    """Zeros that lie nowhere are no gradient to sum or to clip, which write it."""
+    if p.grad is not None and p.grad._is_zerotensor():
+        p.grad = state.materialized(p.grad)
+
+
 def _unhook(hooks: dict[int, Any]) -> None:
     for hook in hooks.values():
         hook.remove()
@@ -356,6 +362,7 @@ class Release:
                 self._looked = True
             one = self._current(one)
             one.trained = True
+            _materialize(p)
             if one.summed + 1 < self.accumulate:
                 if one.sums is not None:
                     one.sums.add(p.grad)
@@ -487,6 +494,7 @@ class Release:
                 one.p.grad = torch.zeros_like(one.p)
             one.sums.add(one.p.grad)
             one.sums.clear()
+        _materialize(one.p)
         one.summed = 0
 
     def remove(self) -> None:

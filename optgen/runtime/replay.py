@@ -41,11 +41,11 @@ PATIENCE = 64
 
 _NUMBER, _TENSOR, _OTHER, _SHARD = range(4)
 
-_NAMES = ("grad", "is_neg", "_local_tensor", "_spec", "mesh", "placements")
+_NAMES = ("grad", "is_neg", "storage_offset", "_local_tensor", "_spec", "mesh", "placements")
 """What the library asks of tensors, and of DTensors."""
 
 
-_ASKED = ("dim", "sizes", "strides", "dtype", "device_type", "device_index", "layout", "data_ptr")
+_ASKED = ("dim", "sizes", "strides", "dtype", "device_type", "device_index", "layout", "data_ptr", "storage_offset")
 """What is asked of torch's stable functions about tensors, aoti_torch_get_..."""
 
 _DEVICES = 2**32 - 1

@@ -7,6 +7,7 @@ of them are the same number.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -76,7 +77,7 @@ def run(runners: Iterable[Runner]) -> None:
             waiting = [(r, request) for r, request in kept if request is not None]
             continue
         each = [v for _, values in waiting if isinstance(values, list) for v in values]
-        total = torch.zeros((), device="cpu")
+        total = torch.zeros((), dtype=torch.float32, device="cpu")
         if each:
             total = sums.in_lanes(torch.stack([v.to(each[0].device).reshape(()) for v in each]))
         waiting = _on([(r, total) for r, _ in waiting])
@@ -95,19 +96,44 @@ def _of_model(variant: Variant) -> list[str]:
     return [f.name for f in variant.fields if f.space == "model"]
 
 
-def begin(states: Mapping[Any, Mapping[str, Any]], new: Sequence[dict[str, Any]], variants: Sequence[Variant]) -> None:
-    """States that are made now take over what the model has come to."""
-    names = {name for variant in variants for name in _of_model(variant)}
-    if not names:
-        return
-    for made, variant in zip(new, variants, strict=True):
-        for name in _of_model(variant):
-            old = next((s[name] for s in states.values() if name in s and s.get("step")), None)
-            if old is not None:
-                made[name].copy_(sharding.local(old))
+def begin(
+    states: Mapping[Any, Any],
+    new: Sequence[dict[str, Any]],
+    fresh: Sequence[tuple[Bucket, int]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """States that are made now take over what the model has come to.
+
+    fresh   whose they are: bucket, and position in it
+    RuntimeError where the model has come to nothing yet, and groups would have it begin with different numbers.
+    """
+    for name in dict.fromkeys(name for b, _ in fresh for name in _of_model(b.variant)):
+        theirs = [(made, b, i) for made, (b, i) in zip(new, fresh, strict=True) if name in _of_model(b.variant)]
+        old = next((s[name] for s in state.of_parameters(states) if name in s and s.get("step")), None)
+        if old is None:
+            _refuse_unequal(name, [(b, i) for _, b, i in theirs], groups)
+            continue
+        for made, _, _ in theirs:
+            made[name].copy_(sharding.local(old))
 
 
-def spread(states: Mapping[Any, Mapping[str, Any]], buckets: Sequence[Bucket]) -> None:
+def _refuse_unequal(name: str, fresh: Sequence[tuple[Bucket, int]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """RuntimeError where a state of the model begins with a hyper-parameter, in which groups differ."""
+    starts: dict[tuple[str, float], tuple[Bucket, int]] = {}
+    for b, i in fresh:
+        hyper = b.variant.init.get(name)
+        if isinstance(hyper, str):
+            starts.setdefault((hyper, ctypes.c_float(float(groups[b.group][hyper])).value), (b, i))
+    if len(starts) > 1:
+        (one, (a, i)), (other, (b, j)) = list(starts.items())[:2]
+        raise RuntimeError(
+            f"{state.label(a.params[i], a.names[i])} begins {name} with {one[0]}={one[1]:g}, but "
+            f"{state.label(b.params[j], b.names[j])} with {other[0]}={other[1]:g}: {name} is one value of the whole "
+            f"model, so groups that begin together need the same {one[0]}"
+        )
+
+
+def spread(states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
     """All parameters take over what the model has come to: what the first one in the step says.
 
     Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
@@ -115,7 +141,7 @@ def spread(states: Mapping[Any, Mapping[str, Any]], buckets: Sequence[Bucket]) -
     """
     live = [(b.variant, s) for b in buckets for i, s in enumerate(b.states) if b.numel(i)]
     values = {name: s[name] for variant, s in reversed(live) for name in _of_model(variant)}
-    for s in states.values():
+    for s in state.of_parameters(states):
         for name in values.keys() & s.keys():
             if s[name] is not values[name]:
                 sharding.local(s[name]).copy_(values[name])

@@ -19,6 +19,17 @@ from optgen.runtime.records import Field, Variant, as_float, dtype_name
 State = dict[str, Any]
 
 
+def of(states: Mapping[Any, State], p: Tensor) -> State | None:
+    """The state of a parameter; None where it has none, or nothing but what its user keeps there."""
+    found = states.get(p)
+    return found if found and "step" in found else None
+
+
+def of_parameters(states: Mapping[Any, Any]) -> Iterator[Mapping[str, Any]]:
+    """The states of an optimizer without what its user keeps among them under other keys."""
+    return (entry for key, entry in states.items() if isinstance(key, Tensor))
+
+
 _HOME = "_optgen_home"
 
 
@@ -144,7 +155,13 @@ def has_memory(t: Tensor, eager: bool) -> bool:
         return True
     if is_fake(t):
         return eager
-    return bool(t.untyped_storage().nbytes()) and bool(t.data_ptr())
+    return bool(t.untyped_storage().nbytes()) and bool(t.data_ptr()) and not t._is_zerotensor()
+
+
+def materialized(t: Tensor) -> Tensor:
+    """t, or a copy in memory of the zeros that torch's backward may leave (that of torch.sgn does): they say that
+    they have storage, lie nowhere, and are not to be written."""
+    return t.clone() if t._is_zerotensor() else t
 
 
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

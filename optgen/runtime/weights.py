@@ -57,9 +57,13 @@ def _more_than_shown(variant: Variant) -> bool:
 
 
 def fresh(p: Tensor) -> Tensor:
-    """The weight at full precision before the first step: fp32 and contiguous."""
+    """The weight at full precision before the first step: fp32 and contiguous.  A frozen one, of any dtype, as it is
+    where fp32 does not hold it."""
     exact = low_bits.exact(p)
-    return p.detach().to(torch.float32, copy=True).contiguous() if exact is None else exact
+    if exact is not None:
+        return exact
+    held = p.is_floating_point() and p.dtype.itemsize <= 4
+    return p.detach().to(torch.float32 if held else p.dtype, copy=True).contiguous()
 
 
 def full(plan: ModuleType, variant: Variant, p: Tensor, kept: Mapping[str, Any], name: str | int) -> Tensor:

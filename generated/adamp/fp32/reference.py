@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, few_max, few_sum, scalars, sqrt
+from optgen.runtime.eager import Blocks, choose, few_max, few_sum, scalars, sqrt
 
 
 def adamp_float32(
@@ -88,7 +88,7 @@ def adamp_float32(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -99,11 +99,11 @@ def adamp_float32(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -203,7 +203,7 @@ def adamp_bfloat16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -214,11 +214,11 @@ def adamp_bfloat16(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -321,7 +321,7 @@ def adamp_float16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -332,11 +332,11 @@ def adamp_float16(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -547,7 +547,7 @@ def adamp_float32_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -558,11 +558,11 @@ def adamp_float32_nesterov(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -669,7 +669,7 @@ def adamp_bfloat16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -680,11 +680,11 @@ def adamp_bfloat16_nesterov(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -794,7 +794,7 @@ def adamp_float16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -805,11 +805,11 @@ def adamp_float16_nesterov(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows

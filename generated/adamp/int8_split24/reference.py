@@ -20,7 +20,9 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, few_max, few_sum, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import (
+    Blocks, block_max, block_min, choose, few_max, few_sum, quotient, rotl, scalars, sqrt,
+)
 
 
 def adamp_float32(
@@ -152,7 +154,7 @@ def adamp_float32(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -163,11 +165,11 @@ def adamp_float32(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -287,7 +289,7 @@ def adamp_float32_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -298,11 +300,11 @@ def adamp_float32_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -467,7 +469,7 @@ def adamp_bfloat16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -478,11 +480,11 @@ def adamp_bfloat16(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -621,7 +623,7 @@ def adamp_bfloat16_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -632,11 +634,11 @@ def adamp_bfloat16_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -822,7 +824,7 @@ def adamp_float16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -833,11 +835,11 @@ def adamp_float16(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -998,7 +1000,7 @@ def adamp_float16_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1009,11 +1011,11 @@ def adamp_float16_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -1640,7 +1642,7 @@ def adamp_float32_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1651,11 +1653,11 @@ def adamp_float32_nesterov(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -1822,7 +1824,7 @@ def adamp_float32_nesterov_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1833,11 +1835,11 @@ def adamp_float32_nesterov_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -1969,7 +1971,7 @@ def adamp_bfloat16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1980,11 +1982,11 @@ def adamp_bfloat16_nesterov(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -2162,7 +2164,7 @@ def adamp_bfloat16_nesterov_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -2173,11 +2175,11 @@ def adamp_bfloat16_nesterov_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -2330,7 +2332,7 @@ def adamp_float16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -2341,11 +2343,11 @@ def adamp_float16_nesterov(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows
@@ -2545,7 +2547,7 @@ def adamp_float16_nesterov_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -2556,11 +2558,11 @@ def adamp_float16_nesterov_small(
     # -- update  (specs/adamp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 29  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 30  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay_ = weight_decay * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay_
 
     # == row: values of rows

@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, scalars, sqrt
+from optgen.runtime.eager import Blocks, choose, scalars, sqrt
 
 
 def cautious_adamw_float32(
@@ -43,7 +43,7 @@ def cautious_adamw_float32(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -65,7 +65,7 @@ def cautious_adamw_float32(
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
@@ -102,7 +102,7 @@ def cautious_adamw_bfloat16(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -125,7 +125,7 @@ def cautious_adamw_bfloat16(
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
@@ -164,7 +164,7 @@ def cautious_adamw_float16(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -187,7 +187,7 @@ def cautious_adamw_float16(
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g

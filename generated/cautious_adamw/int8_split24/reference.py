@@ -20,7 +20,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, choose, quotient, rotl, scalars, sqrt
 
 
 def cautious_adamw_float32(
@@ -65,7 +65,7 @@ def cautious_adamw_float32(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -108,7 +108,7 @@ def cautious_adamw_float32(
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
@@ -185,7 +185,7 @@ def cautious_adamw_float32_small(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -207,7 +207,7 @@ def cautious_adamw_float32_small(
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
@@ -264,7 +264,7 @@ def cautious_adamw_bfloat16(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -311,7 +311,7 @@ def cautious_adamw_bfloat16(
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
@@ -391,7 +391,7 @@ def cautious_adamw_bfloat16_small(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -417,7 +417,7 @@ def cautious_adamw_bfloat16_small(
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
@@ -485,7 +485,7 @@ def cautious_adamw_float16(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -538,7 +538,7 @@ def cautious_adamw_float16(
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
@@ -628,7 +628,7 @@ def cautious_adamw_float16_small(
     # -- update  (specs/cautious_adamw.py)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -660,7 +660,7 @@ def cautious_adamw_float16_small(
     p = p * one_minus_lr_times_weight_decay                          # 20  p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < torch.where(exp_avg > 0, 1.0, torch.where(exp_avg < 0, -1.0, exp_avg)) * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     scale = agrees / tensor_sum_of_agrees_over_elements_max_0p001    # 24  scale = agrees / maximum(mean(agrees), 1e-3)
     # 22  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g

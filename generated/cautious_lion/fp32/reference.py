@@ -15,7 +15,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, scalars
+from optgen.runtime.eager import Blocks, choose, scalars
 
 
 def cautious_lion_float32(
@@ -38,7 +38,7 @@ def cautious_lion_float32(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -60,7 +60,7 @@ def cautious_lion_float32(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store
@@ -88,7 +88,7 @@ def cautious_lion_bfloat16(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -111,7 +111,7 @@ def cautious_lion_bfloat16(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store
@@ -141,7 +141,7 @@ def cautious_lion_float16(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -164,7 +164,7 @@ def cautious_lion_float16(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store

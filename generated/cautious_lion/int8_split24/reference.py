@@ -15,7 +15,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, rotl, scalars
+from optgen.runtime.eager import Blocks, block_max, choose, rotl, scalars
 
 
 def cautious_lion_float32(
@@ -47,7 +47,7 @@ def cautious_lion_float32(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg_value + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg_value + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg_value + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -78,7 +78,7 @@ def cautious_lion_float32(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg_value + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg_value + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg_value + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     p = p - tensor_div * agrees * update
     exp_avg = beta2 * exp_avg_value + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
@@ -124,7 +124,7 @@ def cautious_lion_float32_small(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -146,7 +146,7 @@ def cautious_lion_float32_small(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store
@@ -184,7 +184,7 @@ def cautious_lion_bfloat16(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg_value + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg_value + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg_value + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -219,7 +219,7 @@ def cautious_lion_bfloat16(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg_value + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg_value + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg_value + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     p = p - tensor_div * agrees * update
     exp_avg = beta2 * exp_avg_value + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
@@ -268,7 +268,7 @@ def cautious_lion_bfloat16_small(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -294,7 +294,7 @@ def cautious_lion_bfloat16_small(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store
@@ -343,7 +343,7 @@ def cautious_lion_float16(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg_value + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg_value + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg_value + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -384,7 +384,7 @@ def cautious_lion_float16(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg_value + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg_value + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg_value + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     p = p - tensor_div * agrees * update
     exp_avg = beta2 * exp_avg_value + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
@@ -443,7 +443,7 @@ def cautious_lion_float16_small(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     # -- encode and store
     tensor_sum_of_agrees_tensor = b.tensor_sum(agrees)
 
@@ -475,7 +475,7 @@ def cautious_lion_float16_small(
     # 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
     update = torch.where(beta1 * exp_avg + one_minus_beta1 * g > 0, 1.0, torch.where(beta1 * exp_avg + one_minus_beta1 * g < 0, -1.0, beta1 * exp_avg + one_minus_beta1 * g))
     # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
-    agrees = torch.where(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
+    agrees = choose(0.0 < update * torch.where(g > 0, 1.0, torch.where(g < 0, -1.0, g)), 1.0, 0.0)
     p = p - tensor_div * agrees * update             # 22  p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
     exp_avg = beta2 * exp_avg + one_minus_beta2 * g  # 21  exp_avg = beta2 * exp_avg + (1 - beta2) * g
     # -- encode and store

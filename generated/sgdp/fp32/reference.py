@@ -15,7 +15,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, few_max, few_sum, scalars, sqrt
+from optgen.runtime.eager import Blocks, choose, few_max, few_sum, scalars, sqrt
 
 
 def sgdp_float32(
@@ -74,7 +74,7 @@ def sgdp_float32(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -85,11 +85,11 @@ def sgdp_float32(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -172,7 +172,7 @@ def sgdp_bfloat16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_momentum_buffer_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -183,11 +183,11 @@ def sgdp_bfloat16(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -273,7 +273,7 @@ def sgdp_float16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_momentum_buffer_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -284,11 +284,11 @@ def sgdp_float16(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -448,7 +448,7 @@ def sgdp_float32_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -459,11 +459,11 @@ def sgdp_float32_nesterov(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -554,7 +554,7 @@ def sgdp_bfloat16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -565,11 +565,11 @@ def sgdp_bfloat16_nesterov(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -663,7 +663,7 @@ def sgdp_float16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -674,11 +674,11 @@ def sgdp_float16_nesterov(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows

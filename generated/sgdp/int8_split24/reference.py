@@ -15,7 +15,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, few_max, few_sum, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, choose, few_max, few_sum, rotl, scalars, sqrt
 
 
 def sgdp_float32(
@@ -101,7 +101,7 @@ def sgdp_float32(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -112,11 +112,11 @@ def sgdp_float32(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -207,7 +207,7 @@ def sgdp_float32_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -218,11 +218,11 @@ def sgdp_float32_small(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -335,7 +335,7 @@ def sgdp_bfloat16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_momentum_buffer_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -346,11 +346,11 @@ def sgdp_bfloat16(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -460,7 +460,7 @@ def sgdp_bfloat16_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_momentum_buffer_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -471,11 +471,11 @@ def sgdp_bfloat16_small(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -609,7 +609,7 @@ def sgdp_float16(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_momentum_buffer_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -620,11 +620,11 @@ def sgdp_float16(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -756,7 +756,7 @@ def sgdp_float16_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_momentum_buffer_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -767,11 +767,11 @@ def sgdp_float16_small(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -1193,7 +1193,7 @@ def sgdp_float32_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1204,11 +1204,11 @@ def sgdp_float32_nesterov(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -1324,7 +1324,7 @@ def sgdp_float32_nesterov_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1335,11 +1335,11 @@ def sgdp_float32_nesterov_small(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -1443,7 +1443,7 @@ def sgdp_bfloat16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1454,11 +1454,11 @@ def sgdp_bfloat16_nesterov(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -1585,7 +1585,7 @@ def sgdp_bfloat16_nesterov_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1596,11 +1596,11 @@ def sgdp_bfloat16_nesterov_small(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -1725,7 +1725,7 @@ def sgdp_float16_nesterov(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1736,11 +1736,11 @@ def sgdp_float16_nesterov(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows
@@ -1889,7 +1889,7 @@ def sgdp_float16_nesterov_small(
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
     delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_lt_2_tensor = choose(delta_over_sqrt_elements_lt, 1.0, 0.0)
     tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
@@ -1900,11 +1900,11 @@ def sgdp_float16_nesterov_small(
     # -- update  (specs/sgdp.py)
     tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
     # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = torch.where(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
+    invariant = choose(tensor_max_for_invariant_lt | (0.0 < tensor_lt_2), 1.0, 0.0)
     # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
     weight_decay = weight_decay_2 * (1.0 - one_minus_wd_ratio * invariant)
     # -- encode and store
-    tensor_lt_tensor = torch.where(tensor_max_for_invariant_lt, 1.0, 0.0)
+    tensor_lt_tensor = choose(tensor_max_for_invariant_lt, 1.0, 0.0)
     one_minus_lr_times_weight_decay_2_tensor = 1.0 - lr * weight_decay
 
     # == row: values of rows

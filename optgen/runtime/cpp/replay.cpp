@@ -16,6 +16,7 @@ PyObject *PyObject_GetAttr(PyObject *, PyObject *);
 PyObject *PyObject_CallMethodObjArgs(PyObject *, PyObject *, ...);
 int PyObject_IsTrue(PyObject *);
 int PyObject_RichCompareBool(PyObject *, PyObject *, int);
+long long PyLong_AsLongLong(PyObject *);
 void PyErr_Clear(void);
 void Py_IncRef(PyObject *);
 void Py_DecRef(PyObject *);
@@ -45,6 +46,7 @@ struct Shim {
     int (*device_index)(const void *, int32_t *);
     int (*layout)(const void *, int32_t *);
     int (*data)(const void *, void **);
+    int (*offset)(const void *, int64_t *);
     int64_t at, types[2];
     int64_t dtypes[64], devices[64];  // what scripts write for torch's numbers, of devices without the index; 0: unknown
 
@@ -131,6 +133,27 @@ inline bool fits(PyObject *object, const Form &form, int64_t dtype, const Eyes &
     return count == 0 || (dense && v->address);
 }
 
+// Whether a tensor that `look` has seen lies behind the beginning of some memory: what was freed, and zeros of torch's that
+// never had any, have the address that is their offset.
+inline bool has_memory(PyObject *object, PyObject *called, const Eyes &eyes, const View &v) {
+    int64_t offset = -1;
+    if (const void *tensor = eyes.shim->tensor(object)) {
+        if (eyes.shim->offset(tensor, &offset))
+            return false;
+    } else {
+        PyObject *found = PyObject_CallMethodObjArgs(object, called, (PyObject *)0);
+        if (found) {
+            offset = PyLong_AsLongLong(found);
+            Py_DecRef(found);
+        }
+        if (offset < 0) {
+            PyErr_Clear();
+            return false;
+        }
+    }
+    return v.address != offset * ((v.dtype >> 8 & 255) / 8);
+}
+
 // Whether the tensor that was there at the last step has its memory where it had it: 4 to 13 ns.
 inline bool stays(PyObject *object, int64_t address, const Eyes &eyes) {
     void *data;
@@ -148,7 +171,7 @@ enum Kind { NUMBER = 0, TENSOR = 1, OTHER = 2, SHARD = 3 };
 // What attributes are called, as Python's strings; and where instances of one type, DTensor, have two of them: 5 ns
 // instead of 35.
 struct Names {
-    PyObject *grad, *is_neg, *part, *spec, *mesh, *placements;
+    PyObject *grad, *is_neg, *offset, *part, *spec, *mesh, *placements;
     int64_t type, part_at, spec_at;
 };
 
@@ -219,7 +242,7 @@ EXPORT int64_t optgen_device(PyObject *tensor, Reader reader) {
 // lists     a list of the groups' lists of parameters
 // state     the optimizer's dict of states
 // held      two lists to fill: the gradients, and the states in the order of their buckets
-// called    "grad", "is_neg", and of DTensors "_local_tensor", "_spec"; of the latter "mesh", "placements"
+// called    "grad", "is_neg", "storage_offset", and of DTensors "_local_tensor", "_spec"; of the latter "mesh", "placements"
 // slots     the type DTensor, and where its instances have "_local_tensor" and "_spec"; zeros where that is not known
 // script    what is expected, first of the groups, then of the states:
 //             groups, per group: parameters, per parameter: id, dtype of the gradient or -1 for none; if any: address
@@ -235,7 +258,8 @@ EXPORT int64_t optgen_device(PyObject *tensor, Reader reader) {
 EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, PyObject *entries,
                              PyObject *const *called, PyObject *none, const int64_t *script, const int64_t *numbers,
                              Reader reader, Pointer pointer, const Shim *shim, const int64_t *slots, int64_t *moved) {
-    const Names names = {called[0], called[1], called[2], called[3], called[4], called[5], slots[0], slots[1], slots[2]};
+    const Names names = {called[0], called[1], called[2], called[3], called[4], called[5], called[6],
+                         slots[0],  slots[1],  slots[2]};
     const Eyes eyes = {reader, pointer, shim};
     const int64_t *at = script;
     View t;
@@ -287,6 +311,8 @@ EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, 
                 return 5;
             if (!fits(g, want, dtype, eyes, &t, &numel))
                 return 6;
+            if (numel && !has_memory(g, names.offset, eyes, t))
+                return 17;
             if (numel == 1) {  // the one size at which a conjugate's imaginary part, negated lazily, is contiguous
                 PyObject *lazy = PyObject_CallMethodObjArgs(g, names.is_neg, (PyObject *)0);
                 const int yes = lazy ? PyObject_IsTrue(lazy) : 1;
