@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -43,12 +45,15 @@ class Broken(Exception):
     """What a kernel raises here."""
 
 
+LAUNCHES: Mapping[str, tuple[Any, str]] = {
+    "reference": (optimizer, "run_reference"), "cpp": (cpu, "call"), "triton": (control, "start"),
+}  # fmt: skip
+
+
 def failing(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> Callable[[], None]:
     """The launch of that number fails once; the function makes launches work again."""
     left = [at]
-    module, name = {"reference": (optimizer, "run_reference"), "cpp": (cpu, "call"), "triton": (control, "start")}[
-        backend
-    ]
+    module, name = LAUNCHES[backend]
     real = getattr(module, name)
 
     def launch(*args: Any, **options: Any) -> None:
@@ -355,3 +360,97 @@ def test_offloaded_parameters(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         assert "AdamW.step() broke off: " in caught.value.__notes__[0]
         opt.step()
         assert everything(opt) == everything(whole)
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, backend: str, times: int = 1) -> Callable[[], None]:
+    """Ctrl-C is pressed while the next kernels run; the function makes launches work again."""
+    left = [times]
+    module, name = LAUNCHES[backend]
+    real = getattr(module, name)
+
+    def launch(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        left[0] -= 1
+        if left[0] >= 0:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(module, name, launch)
+    return lambda: monkeypatch.setattr(module, name, real)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+@pytest.mark.parametrize("before", [0, 3], ids=["the long way", "the short way"])
+def test_a_step_is_whole_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, backend: str, before: int) -> None:
+    """A handler runs as a kernel returns: the weights would have moved, and nothing been counted."""
+    whole, opt = made(backend), made(backend)
+    for step in range(before + 3):
+        for one in (whole, opt):
+            give(one, step)
+        whole.step()
+        if step == before:
+            mend = interrupting(monkeypatch, backend)
+            with pytest.raises(KeyboardInterrupt):
+                opt.step()
+            mend()
+        else:
+            opt.step()
+        assert everything(opt) == everything(whole)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_offloaded_steps_are_whole_when_they_are_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's part runs on a thread of its own, for which the main one waits."""
+    whole, opt = made("cpp"), moved(made("cpp"))
+    monkeypatch.setattr(offload, "CHUNK", 16)
+    for step in range(3):
+        for one in (whole, opt):
+            give(one, step)
+        whole.step()
+        mend = interrupting(monkeypatch, "cpp")
+        with pytest.raises(KeyboardInterrupt):
+            opt.step()
+        mend()
+        for p, q in zip(params_of(whole), params_of(opt), strict=True):
+            assert torch.equal(p, q)
+            assert opt.state[q]["step"] == step + 1
+
+
+def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = made("cpp")
+    give(opt, 0)
+    interrupting(monkeypatch, "cpp", times=2)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        opt.step()
+    assert "broke off" in caught.value.__notes__[0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_of_others_are_called_behind_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the step is made on another thread, which runs no handlers; and where Python has none."""
+    opt = made("cpp")
+    called: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda *_: called.append(int(opt.state[params_of(opt)[0]]["step"])))
+    try:
+        give(opt, 0)
+        mend = interrupting(monkeypatch, "cpp")
+        opt.step()
+        assert called == [1]
+        mend()
+        held: list[Any] = []
+        real = cpu.call
+
+        def looking(*args: Any) -> None:
+            held.append(signal.getsignal(signal.SIGINT))
+            real(*args)
+
+        monkeypatch.setattr(cpu, "call", looking)
+        own = signal.getsignal(signal.SIGINT)
+        other = threading.Thread(target=opt.step)
+        other.start()
+        other.join()
+        assert set(held) == {own}
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        opt.step()
+        assert held[-1] is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from optgen.base.errors import UserError
+from optgen.base.loc import relative
 from optgen.driver.explain import memory
 from optgen.driver.judge import judge, look
 from optgen.formats import (
@@ -518,7 +519,8 @@ def test_a_rule_whose_step_is_no_number_late_in_training_is_warned_of() -> None:
     """In any format; an infinity that only divides is none of it."""
     (found,) = (f for f in look(rising, plans.fp32).findings if f.code == "L15")
     assert (found.severity, found.state) == ("warning", "p")
-    assert "at step 1000000, with default hyper-parameters, it is made of inf at tests/test_lint.py:" in found.reason
+    said = f"at step 1000000, with default hyper-parameters, it is made of inf at {relative(__file__)}:"
+    assert said in found.reason
     assert [f.code for f in judge(rising, plans.split32).findings if f.severity != "note"] == ["L15"]
     (found,) = lint.overflow(beyond_fp32, {})
     assert "made of nan" in found.reason  # 0 times what fp32 has no number for

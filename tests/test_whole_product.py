@@ -220,7 +220,7 @@ def test_the_report_on_kernels_says_what_was_compiled(tool: ModuleType) -> None:
     assert "drawn\nby seed 3, the first 1 of 2, the first 4 of 1, and all of 0.\n" in some
     assert "all kernels of all 2 pairs of rule and plan." in all_of_them and "sample" not in all_of_them
     spilled, failed = ["a for sm_80: 8 B of stack, 0 B shared"], ["b for sm_90: ValueError: no"]
-    made = tool.Kernels(turns[0], dict.fromkeys(tool.TARGETS, 1), 4, dict.fromkeys(tool.TARGETS, 0), spilled, failed)
+    made = tool.Kernels(turns[0], dict.fromkeys(tool.TARGETS, 1), dict.fromkeys(tool.TARGETS, 0), spilled, failed)
     made.widened["sm_100"] = 1
     text = tool.report_of_kernels([made], tool.Extent(1, 3, 1, "abc1234"))
     rows = [line for line in text.splitlines() if line.startswith(("| sm_", "| gfx"))]

@@ -22,6 +22,7 @@ from optgen.runtime import (
     control,
     cpu,
     evaluation,
+    interrupts,
     keys,
     launch,
     low_bits,
@@ -554,14 +555,16 @@ class Optimizer(torch.optim.Optimizer):
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
         if self._offload.active or any(group.get("offload") for group in self.param_groups):
             self._look_for_strays()
-            self._offload.step(self, scaler)
+            with interrupts.Later():
+                self._offload.step(self, scaler)
             return
-        try:
-            if self._replay.again(self.param_groups, self.state, scaler):
-                return
-        except replay.Stopped as stopped:
-            self._break_off(stopped.error, stopped.done, stopped.at_work)
-            raise stopped.error from stopped.error.__cause__
+        with interrupts.Later():
+            try:
+                if self._replay.again(self.param_groups, self.state, scaler):
+                    return
+            except replay.Stopped as stopped:
+                self._break_off(stopped.error, stopped.done, stopped.at_work)
+                raise stopped.error from stopped.error.__cause__
         with torch.no_grad():
             self._sort_and_run(scaler)
 
@@ -582,11 +585,12 @@ class Optimizer(torch.optim.Optimizer):
                     launch.load(bucket, tables, scalars, key)
                     if again and scaler is None and self._host_may_know(bucket):
                         launch.load(bucket, tables, [0.0] * bucket.variant.host_for(True)[1], 0)
-        self._run(prepared)
-        if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
-            shared.spread(self.state, [bucket for bucket, *_ in prepared])
-        self._counters.take(buckets, scaler is None and not control.capturing())
-        self._counters.forget(self.state)
+        with interrupts.Later():
+            self._run(prepared)
+            if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
+                shared.spread(self.state, [bucket for bucket, *_ in prepared])
+            self._counters.take(buckets, scaler is None and not control.capturing())
+            self._counters.forget(self.state)
         if again:
             made = [
                 launch.made(ready.bucket, ready.tables, self._counters.of(ready.bucket.step))
