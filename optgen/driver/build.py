@@ -172,7 +172,8 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     manifest = read_manifest(out, request.force)
     outcome = Outcome(relative(str(out)))
     outcome.warnings += [load.NO_SPEC.format(file=relative(str(file))) for file in load.without_spec(project)]
-    units = _units(request, config, manifest, out, outcome)
+    with _uncollected():
+        units = _units(request, config, manifest, out, outcome)
     maths = request.maths or config.maths
     backends = request.backends or config.backends or BACKENDS
     files = _print(units, maths, backends, project, track)
