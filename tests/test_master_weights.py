@@ -570,3 +570,39 @@ def test_states_begin_anew_and_weights_stay(plan: str) -> None:
     assert all(map(torch.equal, found[1], other[1]))
     for a, b in zip(found[0].values(), other[0].values(), strict=True):
         assert torch.equal(a["exp_avg"], b["exp_avg"])
+
+
+def test_a_checkpoint_of_a_model_that_was_cast_for_export_loads() -> None:
+    """Plans that follow the dtype: the states are still those of the one that they were made for."""
+    p = nn.Parameter(torch.randn(8, 64).bfloat16())
+    plan = {"bfloat16": "int8_split24", "float32": "fp32"}
+    opt = AdamW([p], plan=plan)
+    p.grad = torch.ones_like(p)
+    opt.step()
+    p.grad = None
+    p.data = p.data.float()
+    saved = copy.deepcopy(opt.state_dict())
+    p.data = p.data.bfloat16()
+    opt.load_state_dict(saved)
+    assert "weight_low" in opt.state[p] and opt.state[p]["step"] == 1
+
+
+def test_an_entry_of_a_users_own_takes_no_low_bits_away() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    exact = model.weight.detach().clone()
+    cast_model(model, torch.bfloat16)
+    opt = AdamW(model.parameters(), plan="fp32_master")
+    opt.state[model.weight]["early"] = 3
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    (weight,) = opt.master_weights().values()
+    assert torch.equal(weight, exact)
+    assert opt.state[model.weight] == {"early": 3}
+
+
+def test_copies_keep_what_belongs_to_a_parameter_that_was_moved() -> None:
+    model = cast_model(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), torch.bfloat16)
+    other = nn.Linear(64, 64, bias=False)
+    other.weight = model[1].weight
+    model[1] = other
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [low_bits.ATTRIBUTE in p.__dict__ for p in made.parameters()] == [True, True]

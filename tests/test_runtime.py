@@ -810,10 +810,36 @@ def test_a_users_own_entries_are_kept_saved_and_loaded(device: str | None) -> No
     assert bits(params) == bits(others)
     assert opt.state["n"] == 5 and "early" in opt.state[params[4]] and "ema" in opt.state[params[0]]
     saved = copy.deepcopy(opt.state_dict())
-    saved["state"][0]["own:step"] = 3
-    saved["state"][1]["ema"] = torch.ones(2)
-    with pytest.raises(ValueError, match=r"own:step: not expected, step is a state of the rule\n.* ema: not expected"):
+    saved["param_groups"][0]["own_entries"].append("step")
+    opt.load_state_dict(saved)
+    assert opt.state[params[0]]["step"] == 5 and "own_entries" not in opt.param_groups[0]
+    saved["state"][1]["mean"] = torch.ones(2)
+    with pytest.raises(ValueError, match="mean: not expected"):
         opt.load_state_dict(saved)
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"]["m"] = 3
+    with pytest.raises(ValueError, match="state of 'm': expected parameters of the groups only"):
+        opt.load_state_dict(saved)
+
+
+def test_hooks_may_name_the_states_of_a_checkpoint() -> None:
+    """As distributed checkpoints do; a user's own entries beside them."""
+    opt, params = fresh(torch.bfloat16)
+    train(opt, params, range(2))
+    opt.state["n"], opt.state[params[0]]["ema"] = 5, 0.5
+
+    def named(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        states = {f"p{k}" if isinstance(k, int) else k: entry for k, entry in saved["state"].items()}
+        groups = [{**group, "params": [f"p{k}" for k in group["params"]]} for group in saved["param_groups"]]
+        return {"state": states, "param_groups": groups}
+
+    opt.register_state_dict_post_hook(named)
+    saved = opt.state_dict()
+    assert set(saved["state"]) == {*(f"p{k}" for k in range(len(params))), "n"}
+    before = bits([x for p in params for x in opt.state[p].values() if isinstance(x, torch.Tensor)])
+    opt.load_state_dict(saved)
+    assert bits([x for p in params for x in opt.state[p].values() if isinstance(x, torch.Tensor)]) == before
+    assert (opt.state["n"], opt.state[params[0]]["ema"]) == (5, 0.5)
 
 
 def test_misfits_are_listed_but_not_without_end() -> None:
@@ -885,6 +911,10 @@ def test_wrapped_layers_of_another_model_are_refused() -> None:
         other = AdamW(list(zip(names, parameters(torch.bfloat16, [(3,)] * 2), strict=True)))
         with pytest.raises(ValueError, match=r"parameters \['a._orig_mod.w'\], got \['b?\.?w'\] in their place"):
             opt.load_state_dict(other.state_dict())
+    turned = ["_orig_mod.a", "_orig_mod.b", "_orig_mod.d"], ["c", "b", "a"]
+    opt, other = (AdamW(list(zip(names, parameters(torch.bfloat16, [(3,)] * 3), strict=True))) for names in turned)
+    with pytest.raises(ValueError, match=r"parameters \['_orig_mod.d'\], got \['c'\] in their place"):
+        opt.load_state_dict(other.state_dict())
 
 
 def test_parameters_of_one_name_keep_their_order_among_themselves() -> None:

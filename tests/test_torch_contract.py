@@ -562,7 +562,7 @@ def test_hyper_parameters_and_flags_go_by_position_as_in_torch(name: str) -> Non
     """What docs/contract.md says of the rest: it goes by name."""
 
     def positional(cls: type) -> list[str]:
-        found = inspect.signature(cls).parameters.values()  # type: ignore[arg-type]
+        found = inspect.signature(cls).parameters.values()
         return [p.name for p in found if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
     theirs, ours = positional(getattr(torch.optim, name)), positional(getattr(generated, name))

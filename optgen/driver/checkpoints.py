@@ -20,7 +20,7 @@ from optgen.base.errors import UserError
 from optgen.driver import compile as compiling
 from optgen.driver import load
 from optgen.driver.terminal import Missing
-from optgen.runtime import checkpoint, files, foreign, low_bits, options, plans
+from optgen.runtime import checkpoint, files, foreign, low_bits, options, plans, state
 from optgen.runtime.content import problem
 from optgen.runtime.files import CheckpointError
 from optgen.runtime.misfits import Misfits
@@ -535,7 +535,7 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
 def _write_own(cls: Any, found: Source, opt: Any, target: Path, plan: str) -> dict[str, Any]:
     params = [p for g in opt.param_groups for p in g["params"]]
     model = None if found.model is None else dict(found.model)
-    waiting = [None if q in opt.state else q.__dict__.get(low_bits.ATTRIBUTE) for q in params]
+    waiting = [None if state.of(opt.state, q) else q.__dict__.get(low_bits.ATTRIBUTE) for q in params]
     rows = []
     for p, q, bits in zip(found.parameters, params, waiting, strict=True):
         of_weight = bits is not None or any(key.startswith("weight_") for key in opt.state.get(q, ()))

@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -94,61 +95,62 @@ def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[st
     return {**found, "format": FORMAT}, entries
 
 
-OWN = "own:"
-"""What stands in a checkpoint before the names of entries that a user keeps in the optimizer's state: so these are told
-from what is of another rule or plan, or damaged."""
+ENTRIES, BESIDE = "own_entries", "own_keys"
+"""Keys of a saved group that name what a user keeps in the states of its parameters and, in the first one, beside
+them: so these are told from what is of another rule or plan, or damaged."""
 
 
-def marked(cls: Any, groups: Groups, saved: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The states of a state dict, those of parameters by position, with a user's own entries under such names."""
-    params = [(g, p, label) for g, labels in zip(groups, _labels(groups), strict=True)
-              for p, label in zip(g["params"], labels, strict=True)]  # fmt: skip
-    made: dict[Any, Any] = {}
-    for key, entry in saved.items():
-        if isinstance(key, str):
-            made[OWN + key] = entry
-        elif isinstance(entry, dict) and entry and type(key) is int and key < len(params):
-            group, p, label = params[key]
-            expected = _names(cls, group, p, label)
-            made[key] = entry
-            if not expected.issuperset(entry):
-                made[key] = {k if k in expected else f"{OWN}{k}": value for k, value in entry.items()}
-        else:
-            made[key] = entry
-    return made
+def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[str, list[str]]]:
+    """What the groups of a state dict say of a user's own entries; nothing where there are none."""
+    found: list[dict[str, list[str]]] = []
+    for group, labels in zip(groups, _labels(groups), strict=True):
+        known: set[str] = set()
+        names: dict[str, None] = {}
+        for p, label in zip(group["params"], labels, strict=True):
+            entry = states.get(p, {})
+            if not known.issuperset(entry):
+                known |= _names(cls, group, p, label)
+                names |= dict.fromkeys(key for key in entry if isinstance(key, str) and key not in known)
+        found.append({ENTRIES: list(names)} if names else {})
+    beside = [key for key in states if isinstance(key, str)]
+    if beside and found:
+        found[0][BESIDE] = beside
+    return found
 
 
-def _names(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> set[str]:
+def _names(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> frozenset[str]:
     """What the state of a parameter consists of under its plan, whatever the flags."""
-    if p.dtype not in overrides.TRAINED:
-        return set()
-    variants: Sequence[Variant] = plans.chosen(cls, group, p.dtype, label).module.VARIANTS
-    return {"step", *(name for v in variants for name in (*v.host_names, *(f.name for f in v.fields)))}
+    trained = p.dtype in overrides.TRAINED
+    return _fields(plans.chosen(cls, group, p.dtype, label).module) if trained else frozenset()
 
 
-def _parted(entry: Any) -> tuple[Any, dict[str, Any]]:
-    """A checkpoint's entry of a parameter without a user's own ones, and these under their names."""
-    if not isinstance(entry, Mapping):
-        return entry, {}
-    own = {key: value for key, value in entry.items() if _is_own(key)}
-    rest = {key: value for key, value in entry.items() if key not in own} if own else entry
-    return rest, {key.removeprefix(OWN): value for key, value in own.items()}
+@lru_cache(maxsize=256)
+def _fields(plan: ModuleType) -> frozenset[str]:
+    variants: Sequence[Variant] = plan.VARIANTS
+    return frozenset(["step", *(name for v in variants for name in (*v.host_names, *(f.name for f in v.fields)))])
 
 
-def _kept(
-    own: Mapping[str, Any], taken: Collection[str], device: torch.device, where: str, misfits: Misfits
-) -> state.State:
-    """Copies of a user's own entries; a misfit for one without values, or under a name that is taken."""
-    made: state.State = {}
-    for key, value in own.items():
-        if key in taken:
-            misfits.add(f"{where}: {OWN}{key}: not expected, {key} is a state of the rule")
-        elif isinstance(value, Tensor) and not has_values(value):
-            misfits.add(f"{where}: {OWN}{key}: expected a tensor with values, got one without")
-        else:
-            moved = value.detach().to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-            made[key] = moved
-    return made
+def _listed(group: Mapping[str, Any], key: str) -> set[str]:
+    """The names under one of the two keys; none where it is no list of them."""
+    found = group.get(key, ())
+    return {name for name in found if isinstance(name, str)} if isinstance(found, (list, tuple)) else set()
+
+
+def _copied(value: Any, device: torch.device | None, name: str, misfits: Misfits) -> Any:
+    """A user's own entry as torch.optim loads it: tensors are copied, to a device where one is given.
+
+    A misfit for a tensor without values, which could not be read.
+    """
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not has_values(value):
+            misfits.add(f"{name}: expected a tensor with values, got one without")
+            return value
+        return value.detach().to(device or value.device, copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(x, device, name, misfits) for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(x, device, name, misfits) for x in value)
+    return value
 
 
 class Loaded(NamedTuple):
@@ -179,15 +181,22 @@ def read(
     _take_overrides(cls, groups, merged, saved_groups, order)
     if cls.BLOCKS:
         _take_blocks(cls, groups, merged, saved_groups, order)
-    _known_ids(order, saved_state, misfits)
+    beside = {key for group in saved_groups for key in _listed(group, BESIDE)} - set(order.values())
+    _known_ids(order, saved_state, beside, misfits)
+    started = any(not entry or "step" in entry for entry in state.of_parameters(present))
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
     for group, saved_group, labels in zip(merged, saved_groups, _labels(merged), strict=True):
         own = "plan" in saved_group  # else of torch.optim or another package
+        kept = _listed(saved_group, ENTRIES)
         found = zip(labels, group["params"], strict=True)
         arena = _arena(cls, group, {label: p for label, p in found if _is_there(saved_state.get(order[id(p)]))})
         for i, (label, p) in enumerate(zip(labels, group["params"], strict=True)):
-            entry, extra = _parted(saved_state.get(order[id(p)]))
+            entry, extra = saved_state.get(order[id(p)]), {}
+            if kept and isinstance(entry, Mapping):
+                mine = kept - _names(cls, group, p, label)
+                extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
+                entry = {key: value for key, value in entry.items() if key not in mine}
             name = group["param_names"][i] if "param_names" in group else order[id(p)]
             if _is_there(entry):
                 if order[id(p)] in old and (said := _misread(select(cls, group, p, label)[2], p)):
@@ -196,18 +205,15 @@ def read(
                 made = _load_one(cls, group, p, entry, name, label, own, misfits, arena, loaded.rounded)
                 if made is not None:
                     loaded.states[p] = made
-            elif p.requires_grad and (not present or state.of(present, p)):
+            elif p.requires_grad and (not started or state.of(present, p)):
                 missing.append(str(name))
             if extra:
-                where = state.label(p, name if isinstance(name, (str, int)) else str(name))
-                taken = _names(cls, group, p, label)
-                loaded.states.setdefault(p, {}).update(_kept(extra, taken, p.device, where, misfits))
-    for key in filter(_is_own, saved_state):
-        loaded.states[key.removeprefix(OWN)] = copy.deepcopy(saved_state[key])
+                loaded.states.setdefault(p, {}).update(extra)
+    loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
     if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
-    if missing and loaded.states:
+    if missing and any("step" in entry for entry in state.of_parameters(loaded.states)):
         warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(missing)} parameters "
             f"({', '.join(missing[:SHOWN])}{', ...' if len(missing) > SHOWN else ''}): they start anew",
@@ -338,15 +344,16 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
             continue
         names, other_names = group.get("param_names"), other.get("param_names")
         if names is not None and other_names is not None and list(names) != list(other_names):
-            here: Counter[plans.Label] = Counter(names)
-            there: Counter[plans.Label] = Counter(other_names)
-            missing, extra = here - there, there - here
-            mine, theirs = (_bare(found) if missing else _counted(found) for found in (names, other_names))
-            if set(mine) == set(theirs):
+            mine, theirs = _counted(names), _counted(other_names)
+            if set(mine) != set(theirs):
+                mine, theirs = _bare(names), _bare(other_names)
+            missing, extra = set(mine) - set(theirs), set(theirs) - set(mine)
+            if not missing:
                 by_name = dict(zip(theirs, numbers, strict=True))
                 numbers = [by_name[name] for name in mine]
-            elif missing.total() < len(names):
-                lacking, found = sorted(missing.elements()), sorted(extra.elements())
+            elif len(missing) < len(names):
+                lacking = sorted(name for name, bare in zip(names, mine, strict=True) if bare in missing)
+                found = sorted(name for name, bare in zip(other_names, theirs, strict=True) if bare in extra)
                 misfits.add(f"group {i}: expected parameters {lacking}, got {found} in their place")
         order.update((id(p), number) for p, number in zip(params, numbers, strict=True))
     misfits.stop()
@@ -487,15 +494,12 @@ def _named(value: str) -> str:
     return {"None": "the plan of its group", plans.FULL: "fp32 states"}.get(value, value)
 
 
-def _is_own(key: object) -> bool:
-    """Whether a key of a checkpoint's states is one of its user's."""
-    return isinstance(key, str) and key.startswith(OWN)
-
-
-def _known_ids(order: Mapping[int, Any], saved: Mapping[Any, Any], misfits: Misfits) -> None:
-    known = set(order.values())
+def _known_ids(
+    order: Mapping[int, Any], saved: Mapping[Any, Any], beside: Collection[str], misfits: Misfits
+) -> None:
+    known = {*order.values(), *beside}
     for key in saved:
-        if key not in known and not _is_own(key):
+        if key not in known:
             misfits.add(f"state of {key!r}: expected parameters of the groups only, it is in none")
 
 

@@ -154,7 +154,8 @@ def carry(module: nn.Module) -> None:
     """Let copies of the module, and of each part of it, keep what is kept for its parameters."""
     for part in module.modules():
         part.__dict__.pop(CARRIER, None)
-        carrier = Carrier(part.parameters(recurse=False))
+        # The whole has those of all: a parameter may be given to another of its modules.
+        carrier = Carrier(part.parameters(recurse=part is module))
         if carrier.params:
             part.__dict__[CARRIER] = carrier
 

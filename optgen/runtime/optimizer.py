@@ -1127,15 +1127,19 @@ class Optimizer(torch.optim.Optimizer):
         self._trained = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, its options in Python's own numbers, and a user's own entries of `opt.state` under "own:" and
-        their names.  RuntimeError between `eval()` and `train()`: the model then holds other weights."""
+        """As torch's, its options in Python's own numbers; groups say which entries of the states are a user's own.
+
+        RuntimeError between `eval()` and `train()`: the model then holds other weights.
+        """
         self._refuse_in_evaluation("state_dict()")
         found = super().state_dict()
-        if isinstance(found.get("state"), dict):
-            found["state"] = checkpoint.marked(type(self), self.param_groups, found["state"])
         for group in found.get("param_groups", ()):  # hooks may have made it another
             if isinstance(group, dict):
                 group.update(options.in_plain_numbers(type(self), group))
+        own = checkpoint.own_names(type(self), self.param_groups, self.state)
+        for group, names in zip(found.get("param_groups", ()), own, strict=False):
+            if isinstance(group, dict):
+                group.update(names)
         return found
 
     def _refuse_in_evaluation(self, what: str) -> None:
@@ -1177,7 +1181,8 @@ class Optimizer(torch.optim.Optimizer):
                     state.settle(p, home)
                 raise
             self._replay, self._broke_off = replay.Keeper(), None
-            weights.settle(loaded.rounded, [p for p in loaded.states if isinstance(p, Tensor)])
+            started = [p for p in loaded.states if isinstance(p, Tensor) and state.of(loaded.states, p)]
+            weights.settle(loaded.rounded, started)
         self.state = defaultdict(dict, loaded.states)
         self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -27,8 +27,8 @@ OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "format"})
 RUNNING = ("capturable", "fused", "offload")
 """How a step is made, not what it makes.  A group has these keys only where they were asked for."""
 
-FOREIGN = frozenset({"params", "backend", "format", *IGNORED, *REFUSED, *RUNNING})
-"""Keys of a saved group that say how its optimizer ran, not what it had learned: not taken over."""
+FOREIGN = frozenset({"params", "backend", "format", "own_entries", "own_keys", *IGNORED, *REFUSED, *RUNNING})
+"""Keys of a saved group that say how its optimizer ran or was saved, not what it had learned: not taken over."""
 
 
 def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
