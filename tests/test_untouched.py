@@ -27,7 +27,7 @@ from optgen.lang import (
     state,
     tensor_state,
 )
-from optgen.lower import lower
+from optgen.lower import lower, untouched
 from optgen.ops import dtypes
 from optgen.runtime import native
 from optgen.verify import lint
@@ -126,7 +126,8 @@ def test_kernels_that_leave_states_alone_are_those_of_the_reference(
 
 def test_a_state_is_stored_again_where_what_it_is_kept_relative_to_changes() -> None:
     assert stored(lowered(relative, "int8_split24", {"now": False})) == {"p", "m", "v"}
-    assert stored(lowered(relative, "int8_split24", {"now": True})) == {"p", "m"}
+    assert stored(lowered(relative, "int8_split24", {"now": True})) == {"p", "m", "v"}
+    assert stored(lowered(relative, "bf16_sr", {"now": True})) == {"p", "m"}
     assert stored(lowered(relative, "bf16_sr", {"now": False})) == {"p", "v"}
     assert stored(lowered(resting, "int8_split24", {"now": False})) == {"p", "n"}
 
@@ -249,3 +250,32 @@ def test_steps_that_leave_rows_and_tensors_alone_are_those_of_the_reference(
         kept.append({"p": p.detach(), **{k: x for k, x in opt.state[p].items() if isinstance(x, torch.Tensor)}})
     for name, x in kept[0].items():
         assert harness.same_bits(x, kept[1][name]), name
+
+
+@optimizer(cite="none", name="FreshBase")
+def fresh_base(
+    p, g, m=state(normalized_by="v"), v=state(nonneg), *,
+    lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1), k=hyper(3, ge=1), now=flag(every="k")
+):  # fmt: skip
+    """A momentum of every gradient, kept relative to squares of every k-th."""
+    m = beta * m + (1 - beta) * g
+    if now:
+        v = beta * v + (1 - beta) * g * g
+    p = p - lr * m
+    return p, m, v
+
+
+@pytest.mark.parametrize("plan", ["int8_split24", "int5_int3_split24"])
+def test_what_a_moving_state_is_kept_relative_to_is_stored_with_it(plan: str) -> None:
+    """As it began, its scale reads as 0, by which the other was divided; encoded, as the smallest there is."""
+    held = getattr(plans, plan)
+    off, on = ({"now": now} for now in (False, True))
+    storage = held.storage(fresh_base.present(off), dtypes.bf16, False)
+    assert untouched(fresh_base, storage, off) == untouched(fresh_base, storage, on) == set()
+    p = torch.nn.Parameter(torch.ones(8, 128).bfloat16())
+    opt = optgen.compile(fresh_base, plan=held)([p], backend="reference")
+    for step in range(5):
+        p.grad = torch.full_like(p, 1.0 + step)
+        opt.step()
+        assert p.isfinite().all()
+    assert (p < 1).all()

@@ -94,11 +94,15 @@ def _decode_all(spec: Spec, storage: Storage) -> tuple[Value, dict[str, Value], 
 def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
     """The states that a step under these flags leaves as they are kept, neither decoded nor encoded again.
 
-    The rule gives them back, and does not change what they are kept relative to.
+    The rule gives them back.  What is kept relative to another state stays only where that one does, and that one only
+    where all do that are kept relative to it: they are divided by its root, which is read back above 0 once it is
+    encoded, not as it began.
     """
     same = spec.unchanged(flags)
-    moved = {name for name in same if storage.states[name].relative and normalizer(spec, name) not in same}
-    return same - moved
+    pairs = [(name, normalizer(spec, name)) for name, fmt in storage.states.items() if fmt.relative]
+    while moved := {x for pair in pairs for x in pair if x in same and not same.issuperset(pair)}:
+        same -= moved
+    return same
 
 
 def _rare(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
@@ -133,8 +137,6 @@ def _encode_all(
     for name in encoding_order(spec, storage):
         fmt = storage.states[name]
         if name in still:
-            if name in bases:
-                roots[name] = fmt.decode_root({k: read(b) for k, b in state_buffers(spec, storage, name).items()})
             continue
         record = Recorder(name, "encode")
         value = Value(states[name].node, record)
