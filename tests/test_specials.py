@@ -16,12 +16,13 @@ from optgen.driver import targets
 from optgen.formats import Blocked, Plan, floats, linear
 from optgen.formats.format import Field, Format, Noise
 from optgen.ir.node import postorder
-from optgen.lang import Spec, cbrt, hyper, maximum, nonneg, optimizer, power, state
+from optgen.lang import Spec, cbrt, hyper, maximum, nonneg, optimizer, power, sqrt, state
 from optgen.lang.values import Num, cast, exp2, log2
 from optgen.lower import lower
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
 from optgen.runtime import native
+from specs import plans
 from tests import harness
 
 # Quiet NaNs: of x86, of NVIDIA's arithmetic, with a payload, negative ones.
@@ -252,6 +253,38 @@ def test_elements_that_are_finite_stay_so_beside_the_largest_of_their_block(
         assert not strict[name].isnan().any(), name
         # Each has a decoded value or two, of 4 roundings each, and three products.
         torch.testing.assert_close(fast[name], strict[name], rtol=11 * 2.0**-23, atol=2.0**-126)
+
+
+@optimizer(cite="a test")
+def rooted(p, g, v=state(nonneg), size=state(), *, lr=hyper(1.0)):
+    """The root of what is kept as a root."""
+    size = sqrt(v)
+    v = g * g
+    p = p - lr * g
+    return p, v, size
+
+
+@pytest.mark.parametrize("backend", ["triton", "cpp"])
+@pytest.mark.parametrize("gradient", [1e18, 1e-18])
+def test_the_root_of_a_kept_square_is_taken_without_the_square(gradient: float, backend: str, tmp_path: Path) -> None:
+    """A code of 255 times its scale has a square of 65025 times the value, which leaves fp32's range first."""
+    if backend == "cpp" and native.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    kept = plans.int8_rn_split24.nonneg
+    plan = Plan("a test", nonneg=kept, small_numel=0, overrides={"size": floats.f32}, forced="a test")
+    schedules = [harness.schedule(rooted, plan, "float32", maths) for maths in ("strict", "fast")]
+    pair = harness.Pair(rooted, schedules[0], tmp_path, kernels=schedules[1])
+    strict, fast = (pair.buffers((128,), torch.zeros(128)) for _ in range(2))
+    for step in (1, 2):
+        g = torch.full((128,), gradient)
+        pair.run_reference(strict, g, step, 1, 1)
+        if backend == "triton":
+            pair.run_triton(fast, g, step, 1, 1)
+        else:
+            pair.run_cpp([(fast, g, 1)], step, 1)
+    assert (strict["size"] > 0.99 * gradient).all()
+    # A scale times a code times 1/255, a square and a root of it: 5 roundings on both sides.
+    torch.testing.assert_close(fast["size"], strict["size"], rtol=10 * 2.0**-23, atol=0.0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ rewrite (ROUNDS):
     group     a * (h * b) / s -> (a-free host and block factors first): one multiplication per element; a factor that
               stands there twice is scaled before it is squared, as an author writes (1 - beta2) * g * g; of two blocks'
               factors the second stays with its own element: their product may leave fp32's range where no element does
-    root      sqrt(h * x) -> sqrt(h) * sqrt(x), h >= 0: the root of a state is shared by whoever needs it
+    root      sqrt(h * x) -> sqrt(h) * sqrt(x), h >= 0: the root of a state is shared by whoever needs it; of a square
+              h * (x * x) it is sqrt(h) * abs(x)
     eps       a / (h * x + e) -> (a / h) / (x + e / h), h and e in host space
     step      h * a / (x + e) -> a / (x / h + e / h), h >= 0: the learning rate costs nothing; h < 2^-100 counts as 0,
               under which the denominator is infinite and the quotient 0; e counts as 2^-126 at least, so that 0 / 0
@@ -147,6 +148,10 @@ class Grouper:
             # Below 0 the root of the product may exist where those of its factors do not.
             if factors and all(self.intervals(x)[0] >= 0 for x in factors):
                 self.fired.add("root")
+                if not p.den and len(p.num) == 2 and p.num[0] is p.num[1]:  # whose square may be too large
+                    value = p.num[0]
+                    size = value if self.intervals(value)[0] >= 0 else ir.op("abs", value)
+                    return Product(_sqrt(p.host), _sqrt(p.block), [size])
                 inner = self.join(replace(p, host=None, block=None))
                 return Product(_sqrt(p.host), _sqrt(p.block), [ir.op("sqrt", inner)] if inner else [])
         return Product(num=[node])
