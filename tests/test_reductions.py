@@ -14,6 +14,7 @@ from optgen.lang import (
     columns,
     elements,
     hyper,
+    maximum,
     nonneg,
     optimizer,
     row,
@@ -22,9 +23,11 @@ from optgen.lang import (
     rows,
     rsqrt,
     shape_flag,
+    state,
     where,
 )
 from optgen.ops import dtypes
+from optgen.runtime import native
 from optgen.verify.differential import one_step_bound
 from tests.harness import plan_of
 from tests.oracles import REDUCING, WHOLE
@@ -322,3 +325,34 @@ def test_a_condition_crosses_from_one_stage_to_the_next() -> None:
         cls([mine]).step()
         assert torch.equal(mine.detach(), choosy.evaluate(p, g, 1)[0])
     assert torch.equal(mine.detach(), -p)
+
+
+@optimizer(cite="a test", name="Measured")
+def measured(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
+    """Steps of a row's length at least, times the share of a row; no size is computed with another."""
+    m = 0.5 * m + g
+    p = p - lr * maximum(m, columns(g)) * rows(g) / elements(g)
+    return p, m
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton"])
+@pytest.mark.parametrize("plan", ["fp32", "int8"])
+def test_sizes_beside_elements_where_nothing_is_reduced(plan: str, backend: str) -> None:
+    """They are read from a tensor's row of the table, which a step of one kernel knew nothing of."""
+    if backend == "cpp" and native.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    made = compile_class(measured, plan=plan_of(plan), maths="strict")
+    shapes = [(5, 70), (3, 128), (40, 130), (2, 3, 16)]
+    first = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+    runs = []
+    for one in ("reference", backend):
+        params = [torch.nn.Parameter(x.clone()) for x in first]
+        opt = made(params, backend=one)
+        for step in range(3):
+            for p, x in zip(params, first, strict=True):
+                p.grad = x.flip(0) * (step + 1) * 100
+            opt.step()
+        runs.append(params)
+    for p, q, x in zip(*runs, first, strict=True):
+        assert torch.equal(p, q)
+        assert not torch.equal(p, x)

@@ -113,6 +113,11 @@ class Program:
         """The buffers that are read or written; what the step leaves alone only has its place among the others."""
         return tuple(b for b in self.buffers if b.reads or b.writes)
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether it reads how many rows, columns or elements a tensor has."""
+        return any(n.op == "extent" for n in postorder(self.roots()))
+
     def buffer(self, name: str) -> Buffer:
         for b in self.buffers:
             if b.name == name:
@@ -211,7 +216,8 @@ class Step:
     @property
     def in_stages(self) -> bool:
         """Whether its kernels are those of stages; else it is one, which knows elements and blocks only."""
-        return len(self.stages) > 1 or any(b.space.name in spaces.SMALL for b in self.program.buffers)
+        few = any(b.space.name in spaces.SMALL for b in self.program.buffers)
+        return len(self.stages) > 1 or few or any(s.schedule.program.is_sized for s in self.stages)
 
     @property
     def sweeps(self) -> tuple[Stage, ...]:

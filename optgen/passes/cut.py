@@ -642,7 +642,7 @@ def cut(program: Program) -> Cut:
     pieces += cutter.call_pieces()
     early = tuple(o for o in at if any(at[o] < s.level and cutter._reads_new(s, o) for s in sweeps))
     few = any(b.space.name in spaces.SMALL for b in program.buffers)
-    if len(pieces) == 1 and not few:  # one kernel, not a stage: its table has every buffer
+    if len(pieces) == 1 and not few and not pieces[0].program.is_sized:  # one kernel, whose table has every buffer
         (only,) = pieces
         own = {b.name: b for b in only.program.buffers}
         buffers = tuple(own.get(b.name, replace(b, reads=False, writes=False)) for b in program.buffers)
