@@ -95,11 +95,6 @@ def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[st
     return {**found, "format": FORMAT}, entries
 
 
-ENTRIES, BESIDE = "own_entries", "own_keys"
-"""Keys of a saved group that name what a user keeps in the states of its parameters and, in the first one, beside
-them: so these are told from what is of another rule or plan, or damaged."""
-
-
 def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[str, list[str]]]:
     """What the groups of a state dict say of a user's own entries; nothing where there are none."""
     found: list[dict[str, list[str]]] = []
@@ -111,10 +106,10 @@ def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[
             if not known.issuperset(entry):
                 known |= _names(cls, group, p, label)
                 names |= dict.fromkeys(key for key in entry if isinstance(key, str) and key not in known)
-        found.append({ENTRIES: list(names)} if names else {})
+        found.append({options.ENTRIES: list(names)} if names else {})
     beside = [key for key in states if isinstance(key, str)]
     if beside and found:
-        found[0][BESIDE] = beside
+        found[0][options.BESIDE] = beside
     return found
 
 
@@ -137,7 +132,8 @@ def _listed(group: Mapping[str, Any], key: str) -> set[str]:
 
 
 def _copied(value: Any, device: torch.device | None, name: str, misfits: Misfits) -> Any:
-    """A user's own entry as torch.optim loads it: tensors are copied, to a device where one is given.
+    """A user's own entry as torch.optim loads it: tensors are copied, to a device where one is given; what is no tensor
+    and holds none, such as an object of a class of theirs, is the same one.
 
     A misfit for a tensor without values, which could not be read.
     """
@@ -169,7 +165,8 @@ def read(
 ) -> Loaded:
     """What `saved` makes of an optimizer of class `cls` with these groups, and with the states `present`.
 
-    Nothing in the result is shared with `saved` but Python's immutable values.  ValueError lists all misfits.
+    Nothing in the result is shared with `saved` but Python's immutable values and, of a user's own entries, what is no
+    tensor, dict, list or tuple.  ValueError lists all misfits.
     """
     misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
     saved_groups, saved_state = parts(saved, misfits)
@@ -181,14 +178,14 @@ def read(
     _take_overrides(cls, groups, merged, saved_groups, order)
     if cls.BLOCKS:
         _take_blocks(cls, groups, merged, saved_groups, order)
-    beside = {key for group in saved_groups for key in _listed(group, BESIDE)} - set(order.values())
+    beside = {key for group in saved_groups for key in _listed(group, options.BESIDE)} - set(order.values())
     _known_ids(order, saved_state, beside, misfits)
     started = any(not entry or "step" in entry for entry in state.of_parameters(present))
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
     for group, saved_group, labels in zip(merged, saved_groups, _labels(merged), strict=True):
         own = "plan" in saved_group  # else of torch.optim or another package
-        kept = _listed(saved_group, ENTRIES)
+        kept = _listed(saved_group, options.ENTRIES)
         found = zip(labels, group["params"], strict=True)
         arena = _arena(cls, group, {label: p for label, p in found if _is_there(saved_state.get(order[id(p)]))})
         for i, (label, p) in enumerate(zip(labels, group["params"], strict=True)):

@@ -27,7 +27,11 @@ OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "format"})
 RUNNING = ("capturable", "fused", "offload")
 """How a step is made, not what it makes.  A group has these keys only where they were asked for."""
 
-FOREIGN = frozenset({"params", "backend", "format", "own_entries", "own_keys", *IGNORED, *REFUSED, *RUNNING})
+ENTRIES, BESIDE = "own_entries", "own_keys"
+"""Keys of a saved group that name what a user keeps in the states of its parameters and, in the first one, beside
+them: so these are told from what is of another rule or plan, or damaged."""
+
+FOREIGN = frozenset({"params", "backend", "format", ENTRIES, BESIDE, *IGNORED, *REFUSED, *RUNNING})
 """Keys of a saved group that say how its optimizer ran or was saved, not what it had learned: not taken over."""
 
 
