@@ -6,7 +6,7 @@ import copy
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -378,6 +378,15 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, backend: str, times: int = 1) 
     return lambda: monkeypatch.setattr(module, name, real)
 
 
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """Python's own handler, which is not there where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
 @pytest.mark.parametrize("before", [0, 3], ids=["the long way", "the short way"])
 def test_a_step_is_whole_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, backend: str, before: int) -> None:
@@ -398,6 +407,7 @@ def test_a_step_is_whole_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch,
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("listening")
 def test_offloaded_steps_are_whole_when_they_are_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's part runs on a thread of its own, for which the main one waits."""
     whole, opt = made("cpp"), moved(made("cpp"))
@@ -415,6 +425,7 @@ def test_offloaded_steps_are_whole_when_they_are_interrupted(monkeypatch: pytest
             assert opt.state[q]["step"] == step + 1
 
 
+@pytest.mark.usefixtures("listening")
 def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = made("cpp")
     give(opt, 0)
