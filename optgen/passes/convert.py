@@ -12,7 +12,8 @@ rewrite (EXACT):
                                        b * 2^23 is exact, so that the fma rounds b * i once, as the product does
     cast<u8>(i + c)                ->  cast<u8>(i), c = 0 mod 256; an even c goes into the constant above
     cast<i32>(cast<u8>(i))         ->  i, 0 <= i < 256
-    where(i < j, x, y)             ->  x or y where the intervals of i and j are disjoint; max and min likewise
+    where(i < j, x, y)             ->  x or y where the intervals of i and j are disjoint; max and min likewise, but no
+                                       constant: the scale of a block that is known to be 0 is stored by block, too
 rewrite (ROUNDS):
     reciprocal   x / y -> x * rcp(y) per block, y >= 0
     nan          where(x == x, bits(x) + i, NaN) -> min(bits(x), 0x7FC00000) + i, x of arithmetic, 0 <= i < 2^17:
@@ -177,11 +178,12 @@ class Converter:
         if node.op in ("add", "sub") and y.op == "const":
             return _plus(x, y.attr if node.op == "add" else -y.attr)
         a, b = self.intervals(x), self.intervals(y)
+        kept = node
         if node.op == "max" and (a[0] >= b[1] or b[0] >= a[1]):
-            return x if a[0] >= b[1] else y
+            kept = x if a[0] >= b[1] else y
         if node.op == "min" and (a[1] <= b[0] or b[1] <= a[0]):
-            return x if a[1] <= b[0] else y
-        return node
+            kept = x if a[1] <= b[0] else y
+        return node if kept.op == "const" else kept
 
     def decided(self, node: Node) -> Node:
         a, b = (self.intervals(x) for x in node.args)
