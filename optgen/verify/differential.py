@@ -279,7 +279,7 @@ class Reading:
         if node.op == "extent":
             sizes = {"rows": self.shape[-2:-1], "columns": self.shape[-1:], "elements": self.shape}
             return float(math.prod(sizes[node.attr]))
-        parts = [self(a) for a in node.args]
+        parts = [self.memo[a.uid] if a.uid in self.memo else self(a) for a in node.args]
         if node.op in self._OPERATORS:
             return self._OPERATORS[node.op](*parts)
         return getattr(reader_of(*parts), node.op)(*parts)

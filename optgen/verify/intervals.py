@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Union
 
 import torch
@@ -174,8 +175,10 @@ class Interval:
     def __add__(self, o: Ends) -> Interval:
         y = _lift(o, self)
         lo, hi = self.lo + y.lo, self.hi + y.hi
-        opposite = ((self.hi == torch.inf) & (y.lo == -torch.inf)) | ((self.lo == -torch.inf) & (y.hi == torch.inf))
-        return _rounded(*_unknown(opposite, lo, hi), self.model)
+        if not _finite(hi - lo):
+            opposite = (self.hi + y.lo).isnan() | (self.lo + y.hi).isnan()  # Inf - Inf
+            lo, hi = _unknown(opposite, lo, hi)
+        return _rounded(lo, hi, self.model)
 
     def __mul__(self, o: Ends) -> Interval:
         y = _lift(o, self)
@@ -257,10 +260,14 @@ def _lift(x: Ends, like: Interval) -> Interval:
     """A number beside an interval: a host scalar in fp64, rounded once to fp32 (exact if fp32 holds it)."""
     if isinstance(x, Interval):
         return x
-    value = torch.tensor(float(x), dtype=torch.float64, device=like.lo.device)
-    if value.float().double() == value:
-        return Interval(value, value, like.model)
-    return _rounded(value, value, Model(F32_UNIT, F32_TINY))._under(like.model)
+    return _of_number(float(x), math.copysign(1.0, x), like.lo.device)._under(like.model)
+
+
+@lru_cache(maxsize=4096)
+def _of_number(x: float, sign: float, device: torch.device) -> Interval:
+    """`sign` keeps 0 and -0 apart.  The same number is met by every block and step: most are in the cache."""
+    value = torch.tensor(x, dtype=torch.float64, device=device)
+    return Interval(value, value) if value.float().double() == value else _rounded(value, value, STRICT)
 
 
 def _factors(x: Interval) -> tuple[Tensor, Tensor]:
@@ -277,14 +284,13 @@ def _regrouped(lo: Tensor, hi: Tensor, model: Model, factors: tuple[Tensor, Tens
 
 def _rounded(lo: Tensor, hi: Tensor, model: Model, tiny: Tensor | float | None = None) -> Interval:
     """The interval after one rounding, which crosses neither 0 nor, without becoming Inf, the largest fp32."""
-    absolute = model.tiny if tiny is None else tiny
-    low = lo - (lo.abs() * model.unit + absolute)
-    high = hi + (hi.abs() * model.unit + absolute)
-    low = torch.where(lo >= 0, low.clamp(min=0), torch.where(low < -F32_LARGEST, -torch.inf, low))
-    high = torch.where(hi <= 0, high.clamp(max=0), torch.where(high > F32_LARGEST, torch.inf, high))
-    # lo = inf: the fp32 value is Inf, the exact one may be any larger than the largest fp32.
-    low, high = torch.where(lo == torch.inf, F32_LARGEST, low), torch.where(hi == -torch.inf, -F32_LARGEST, high)
-    return Interval(low, high, model)
+    # Both ends at once, as upper ones of x and -x: of small tensors the number of calls decides.
+    ends = torch.stack((-lo, hi))
+    out = ends.abs().mul_(model.unit).add_(model.tiny if tiny is None else tiny).add_(ends)
+    out.masked_fill_((ends <= 0) & (out > 0), 0.0).masked_fill_(out > F32_LARGEST, torch.inf)
+    # hi = -inf: the fp32 value is -Inf, the exact one may be any larger than the largest fp32.
+    below, high = out.masked_fill_(ends == -torch.inf, -F32_LARGEST).unbind()
+    return Interval(-below, high, model)
 
 
 def _hull(ends: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -300,8 +306,13 @@ def _around(x: Interval, y: Interval) -> Interval:
     return Interval(torch.minimum(x.lo, y.lo), torch.maximum(x.hi, y.hi), x.model)
 
 
+def _finite(x: Tensor) -> bool:
+    """Whether all of it is: nearly always, and then nothing else need be asked."""
+    return bool(x.isfinite().all())
+
+
 def _unknown(where_: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(where_, torch.nan, lo), torch.where(where_, torch.nan, hi)
+    return lo.masked_fill(where_, torch.nan), hi.masked_fill(where_, torch.nan)
 
 
 def _product(x: Interval, y: Interval) -> tuple[Tensor, Tensor]:
@@ -311,8 +322,10 @@ def _product(x: Interval, y: Interval) -> tuple[Tensor, Tensor]:
     def holds_inf(a: Interval) -> Tensor:
         return a.lo.isinf() | a.hi.isinf()
 
-    bad = (holds_zero(x) & holds_inf(y)) | (holds_zero(y) & holds_inf(x))
-    return _unknown(bad, *_hull([a * b for a in (x.lo, x.hi) for b in (y.lo, y.hi)]))
+    ends = _hull([a * b for a in (x.lo, x.hi) for b in (y.lo, y.hi)])
+    if _finite((x.hi - x.lo) + (y.hi - y.lo)):
+        return ends
+    return _unknown((holds_zero(x) & holds_inf(y)) | (holds_zero(y) & holds_inf(x)), *ends)
 
 
 def _square(x: Interval) -> tuple[Tensor, Tensor]:
