@@ -28,6 +28,7 @@ from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean, said
 from optgen.base.loc import Loc, of_frame, relative
 from optgen.formats.plan import Plan
+from optgen.lang import policies
 from optgen.lang.refusals import FUNCTIONS, instead_of
 from optgen.lang.source import check_encoding, forget
 from optgen.lang.spec import Spec
@@ -377,8 +378,7 @@ def _meant(error: Exception | SystemExit, file: Path) -> str:
     if isinstance(error, SystemExit):
         return 'a file of specs is no program: what ends it belongs under `if __name__ == "__main__":`'
     if isinstance(error, NameError) and error.name:
-        found = next((m for m in (optgen.lang, optgen.formats) if error.name in m.__all__), None)
-        return f"from {found.__name__} import {error.name}" if found else ""
+        return _home(error.name)
     if isinstance(error, ImportError):
         if "relative import" in str(error):
             return "a file beside this one is imported by its name alone: from helper import ..."
@@ -395,6 +395,8 @@ def _meant(error: Exception | SystemExit, file: Path) -> str:
             return ours
         if name in dir(builtins) and source in (optgen.lang, optgen.formats):
             return f"`{name}` is Python's own: it needs no import"
+        if source in (optgen.lang, optgen.formats, policies) and (home := _home(name)):
+            return home
     elif isinstance(error, AttributeError):
         name, source = error.name or "", error.obj
     elif isinstance(error, TypeError):
@@ -406,6 +408,15 @@ def _meant(error: Exception | SystemExit, file: Path) -> str:
     if near.startswith("did you mean"):
         return near
     return f"functions of one or two values are {FUNCTIONS}" if source is optgen.lang else ""
+
+
+def _home(name: str) -> str:
+    """How a name of ours is imported; "" for any other."""
+    for module in (optgen.lang, optgen.formats):
+        if name in module.__all__:
+            return f"from {module.__name__} import {name}"
+    own = getattr(getattr(policies, name, None), "__module__", "") == policies.__name__
+    return f"from {policies.__name__} import {name}" if own and not name.startswith("_") else ""
 
 
 def _usage(text: str) -> str:
