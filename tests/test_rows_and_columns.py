@@ -20,7 +20,7 @@ from optgen.driver.compile import compile as compiled
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, floats, linear, scales, softsign
 from optgen.formats.factored import LOWEST, SMALLEST_NORMAL
 from optgen.formats.format import Noise
-from optgen.lang import hyper, optimizer, state
+from optgen.lang import flag, hyper, nonneg, optimizer, row_mean, sqrt, state
 from optgen.ops import dtypes
 from optgen.runtime import checkpoint, layout, native
 from optgen.verify import bounds, lint
@@ -597,3 +597,26 @@ def test_fast_maths_is_within_its_bound_of_the_oracle(plan: str) -> None:
         report = trial.check_steps(storage, gradients)
         assert report.ok, [report.worst[name] for name in report.broken]
         assert report.claimed == 1
+
+
+@optimizer(cite="nobody", matrix="first", name="AtTimes")
+def at_times(
+    p, g, m=state(), v=state(nonneg), *,
+    lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1), k=hyper(2, ge=1), now=flag(every="k")
+):  # fmt: skip
+    """Rows are looked at in every k-th step only."""
+    m = beta * m + (1 - beta) * g
+    v = beta * v + (1 - beta) * g * g
+    p = p - lr * m / (sqrt(v) + (sqrt(row_mean(g * g)) if now else 0) + 1e-8)
+    return p, m, v
+
+
+@pytest.mark.parametrize("plan", ["int4_factored_split24", "lpmm4_factor"])
+def test_rows_are_the_same_at_the_steps_that_do_not_look_at_them(plan: str) -> None:
+    p = torch.nn.Parameter(torch.randn(16, 8, 8, 8).bfloat16())
+    opt = compiled(at_times, plan=plan)([p], plan=plan, backend="reference")
+    for _ in range(4):
+        p.grad = torch.randn_like(p)
+        opt.step()
+        rows, columns = (opt.state[p][f"v_{name}"] for name in ("row", "col"))
+        assert (rows.numel(), columns.numel()) == (16, 8 * 8 * 8)  # as the rule counts them

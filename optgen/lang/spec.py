@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -156,15 +156,17 @@ class Spec:
         given = self.trace(flags).states
         return frozenset(name for name, node in given.items() if node.op == "load" and node.attr == name)
 
-    def moving(self, flags: Mapping[str, bool], state: str) -> dict[str, bool]:
-        """These flags (the rest by default), those that follow steps set so that the state changes, if it ever does."""
+    def at_steps(self, flags: Mapping[str, bool]) -> Iterator[dict[str, bool]]:
+        """These flags (the rest by default) with every setting of those that follow steps; first as they are."""
         setting = {f.name: flags.get(f.name, f.default) for f in self.flags}
         following = [f.name for f in self.flags if f.every]
         for values in itertools.product(*((setting[name], not setting[name]) for name in following)):
-            found = {**setting, **dict(zip(following, values, strict=True))}
-            if state not in self.unchanged(found):
-                return found
-        return setting
+            yield {**setting, **dict(zip(following, values, strict=True))}
+
+    def moving(self, flags: Mapping[str, bool], state: str) -> dict[str, bool]:
+        """These flags (the rest by default), those that follow steps set so that the state changes, if it ever does."""
+        settings = list(self.at_steps(flags))
+        return next((found for found in settings if state not in self.unchanged(found)), settings[0])
 
     def check(self) -> None:
         """Raises UserError for anything wrong with the spec, under every flag setting."""

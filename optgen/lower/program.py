@@ -174,9 +174,12 @@ def _block(buffers: tuple[Buffer, ...]) -> int:
 
 
 def needs_matrix(spec: Spec, flags: Mapping[str, bool]) -> bool:
-    """Whether the rule itself works on rows and columns: it has no vectors then."""
-    trace = spec.trace(dict(flags))
-    nodes = ir.postorder([trace.p, *trace.states.values()])
+    """Whether the rule itself works on rows and columns, at this or another step: it has no vectors then.
+
+    What is kept by row is kept by the same rows at all steps.
+    """
+    traces = [spec.trace(setting) for setting in spec.at_steps(flags)]
+    nodes = ir.postorder([node for trace in traces for node in (trace.p, *trace.states.values())])
     return any(n.space.name in ("row", "col", "mat") or n.op == "call" for n in nodes)
 
 
