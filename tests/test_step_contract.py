@@ -179,6 +179,22 @@ def test_what_torch_does_not_write_outside_of_inference_mode_changes_nothing(whi
     assert all(bool((p < old).all()) for p, old in zip(params, before, strict=True))
 
 
+def test_weights_are_not_loaded_where_torch_would_not_write_all_of_them() -> None:
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    opt = AdamW(model.named_parameters(), plan="int8_split24", backend="reference")
+    model.weight.grad = torch.ones_like(model.weight)
+    with torch.inference_mode():
+        opt.step()
+    before, low = model.weight.detach().clone(), opt.state[model.weight]["weight_low"].clone()
+    other = {"weight": torch.randn(64, 64)}
+    with pytest.raises(RuntimeError, match=r"^weight_low of parameter 'weight' .* was made under torch.inference_mode"):
+        opt.load_master_state_dict(model, other)
+    assert torch.equal(model.weight, before) and torch.equal(opt.state[model.weight]["weight_low"], low)
+    with torch.inference_mode():
+        opt.load_master_state_dict(model, other)
+    assert not torch.equal(model.weight, before)
+
+
 BACKENDS = ["reference", "triton", "cpp"]
 
 

@@ -100,24 +100,15 @@ class Bucket:
             state.check(self.variant, p, s, name)
 
     def refuse_inference(self) -> None:
-        """RuntimeError where torch is to write in place what was made under torch.inference_mode, outside of which it
-        writes that and then raises an error.  Kernels write memory, whose tensor nobody is asked about."""
-        if torch.is_inference_mode_enabled():
-            return
+        """RuntimeError where torch is to write in place what was made under torch.inference_mode (state.py).
+
+        Kernels write memory, whose tensor nobody is asked about.
+        """
         eager = self.backend == "reference"
         for p, s, name in zip(self.params, self.states, self.names, strict=True):
             copied = not p.is_contiguous() or low_bits.ATTRIBUTE in p.__dict__
-            of_p = (eager or copied) and p.is_inference()
             fields = self.variant.names if eager or self.variant.model_temps else ()
-            found = [key for key in fields if isinstance(t := s.get(key), Tensor) and t.is_inference()]
-            if of_p or found:
-                what = "" if of_p else f"{found[0]} of "
-                raise RuntimeError(
-                    f"{what}{state.label(p, name)} was made under torch.inference_mode(), outside of which torch does "
-                    f"not let it be written: make "
-                    + ("the model outside of it" if of_p else "the first step outside of it")
-                    + ", or every step under it"
-                )
+            state.refuse_inference(p, s, fields, name, weight=eager or copied)
 
     def move_count(self, alone: bool) -> None:
         """The count of steps and the host states go to the device; the states take them over in `finish_counted`.

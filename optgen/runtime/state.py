@@ -4,7 +4,7 @@ done) and the host states (floats)."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -281,3 +281,25 @@ def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int
         f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
         f"flag?): {'; '.join(found)}"
     )
+
+
+def refuse_inference(
+    p: Tensor, state: Mapping[str, Any], fields: Iterable[str], name: str | int, *, weight: bool
+) -> None:
+    """RuntimeError where torch is to write in place what was made under torch.inference_mode, outside of which it
+    writes that and then raises an error.
+
+    fields  of the state, those to be written
+    weight  whether the parameter itself is
+    """
+    if torch.is_inference_mode_enabled():
+        return
+    of_p = weight and p.is_inference()
+    found = [key for key in fields if isinstance(t := state.get(key), Tensor) and t.is_inference()]
+    if of_p or found:
+        what = "" if of_p else f"{found[0]} of "
+        raise RuntimeError(
+            f"{what}{label(p, name)} was made under torch.inference_mode(), outside of which torch does not let it be "
+            "written: make "
+            + ("the model outside of it" if of_p else "the first step outside of it, or every step under it")
+        )
