@@ -425,15 +425,32 @@ class Release:
                 old = self._ones.get(id(p))
                 if old is not None and (old.number, old.place, old.name) == (number, place, name):
                     continue
-                one = One(self.optimizer, p, number, place, name)
+                one = self._made(p, number, place, name, old)
                 one.refresh(self.optimizer)
-                if old is not None:
-                    one.summed, one.sums, one.trained = old.summed, old.sums, old.trained
                 self._give_sums(one)
                 self._place(one)
             for key in left:
                 self._hooks.pop(key).remove()
                 self._hand_over(self._ones.pop(key))
+
+    def rename(self) -> None:
+        """The names that a checkpoint brought, by which the random bits of the next backward go already."""
+        with self._lock:
+            for p, number, place, name in self._wanted():
+                old = self._ones.get(id(p))
+                if old is not None and old.name != name:
+                    one = self._made(p, number, place, name, old)
+                    if not one.summed:
+                        one.sums = None
+                        self._give_sums(one)
+                    self._place(one)
+
+    def _made(self, p: Tensor, number: int, place: int, name: str | int, old: One | None) -> One:
+        """A new record in the place of an old one, whose sums it goes on with."""
+        one = One(self.optimizer, p, number, place, name)
+        if old is not None:
+            one.summed, one.sums, one.trained = old.summed, old.sums, old.trained
+        return one
 
     def step(self) -> None:
         """What `Optimizer.step` does now: the gradients that are still there, and the end of this step's norm."""
