@@ -100,8 +100,11 @@ def refusal(spec: str, plan: str) -> str:
 
 
 def pairs(specs: Iterable[str] = SPECS) -> Iterator[tuple[str, str]]:
-    """Every (spec, plan) that fits."""
-    return ((s, p) for s, p in itertools.product(specs, PLANS) if not refusal(s, p))
+    """Every (spec, plan) that fits.
+
+    Every plan fits the rules of SPECS, which a test holds to: to judge all of them takes 9 s at each collection.
+    """
+    return ((s, p) for s, p in itertools.product(specs, PLANS) if s in SPECS or not refusal(s, p))
 
 
 def daily_pairs(specs: Iterable[str] = SPECS) -> list[tuple[str, str]]:
