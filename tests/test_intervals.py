@@ -5,7 +5,9 @@ Tolerances are none: an enclosure holds or it does not.  That it is worth someth
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from optgen.lang import Spec, cbrt, clip, maximum, minimum, sign, sqrt, where
 from optgen.lang.reductions import amax, col_max, col_mean, dot, mean, norm, rms, row_max, row_sum
 from optgen.runtime import layout, sums
 from optgen.verify.differential import Trial, Values, compare, enclose, one_step_bound, oracle
-from optgen.verify.intervals import F32_TINY, F32_UNIT, FAST, STRICT, Interval, Truth
+from optgen.verify.intervals import F32_LARGEST, F32_TINY, F32_UNIT, FAST, STRICT, Interval, Truth
 from tests import product
 
 SPECS = product.SPECS
@@ -63,6 +65,26 @@ def test_fp32_and_exact_results_lie_inside(name: str, rows: list[tuple[float, fl
     inside = FORMULAS[name](*(Interval.point(a) for a in args))
     assert inside.contains(rounded).all()
     assert inside.contains(exact).all()
+
+
+ENDS = (-math.inf, -F32_LARGEST, -1.5, -F32_TINY, 0.0, F32_TINY, 2.0**-126, 1.5, F32_LARGEST, math.inf)
+
+
+@pytest.mark.parametrize("operation", [operator.add, operator.sub, operator.mul, operator.truediv])
+def test_results_lie_inside_whatever_the_ends_and_whatever_else_is_computed(operation: Callable[..., Any]) -> None:
+    """Of intervals that end in infinities too, and where none does the same beside those and alone."""
+    lo, hi = torch.tensor([(a, b) for a in ENDS for b in ENDS if a <= b]).T.contiguous()
+    inner = torch.zeros_like(lo).clamp(lo, hi)  # 0 times an infinity is NaN, also where no end is 0
+    of_rows, of_columns = (Interval(lo.double().view(shape), hi.double().view(shape)) for shape in ((-1, 1), (1, -1)))
+    both = operation(of_rows, of_columns)
+    for x, y in itertools.product((lo, hi, inner), repeat=2):
+        assert both.contains(operation(x[:, None], y)).all()
+        assert both.contains(operation(x[:, None].double(), y.double())).all()
+    plain = lo.isfinite() & hi.isfinite()
+    few = lo[plain].double(), hi[plain].double()
+    alone = operation(Interval(*(x[:, None] for x in few)), Interval(*few))
+    for end, other in ((both.lo, alone.lo), (both.hi, alone.hi)):
+        torch.testing.assert_close(end[plain][:, plain], other, rtol=0, atol=0, equal_nan=True)
 
 
 @given(rows=triples)

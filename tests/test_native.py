@@ -694,7 +694,11 @@ def test_a_lock_whose_holder_lives(folder: Path, monkeypatch: pytest.MonkeyPatch
     path.unlink()
     monkeypatch.setenv("OPTGEN_COMPILE_TIMEOUT", "1")
 
+    begun: list[float] = []
+
     def compiled(command: Sequence[str], run: Callable[[Sequence[str]], str] = native._run) -> str:
+        if "-c" in command:
+            begun.append(time.monotonic())
         with pytest.MonkeyPatch.context() as free:  # a busy machine's compiler may run for longer than that
             free.delenv("OPTGEN_COMPILE_TIMEOUT", raising=False)
             return run(command)
@@ -704,7 +708,7 @@ def test_a_lock_whose_holder_lives(folder: Path, monkeypatch: pytest.MonkeyPatch
     fcntl.flock(lock, fcntl.LOCK_EX)
     start = time.monotonic()
     trained()
-    assert 1 <= time.monotonic() - start < native.TIMEOUT / 2
+    assert 1 <= begun[0] - start < 8
     os.close(lock)
     assert path.is_file()
 

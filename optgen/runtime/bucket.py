@@ -105,10 +105,11 @@ class Bucket:
         Kernels write memory, whose tensor nobody is asked about.
         """
         eager = self.backend == "reference"
+        fields = self.variant.names if eager or self.variant.model_temps else ()
         for p, s, name in zip(self.params, self.states, self.names, strict=True):
             copied = not p.is_contiguous() or low_bits.ATTRIBUTE in p.__dict__
-            fields = self.variant.names if eager or self.variant.model_temps else ()
-            state.refuse_inference(p, s, fields, name, weight=eager or copied)
+            if fields or eager or copied:
+                state.refuse_inference(p, s, fields, name, weight=eager or copied)
 
     def move_count(self, alone: bool) -> None:
         """The count of steps and the host states go to the device; the states take them over in `finish_counted`.
