@@ -19,9 +19,12 @@ from optgen.lang import (
     newton_schulz,
     nonneg,
     optimizer,
+    row,
+    row_mean,
     row_sum,
     scalar,
     shape_flag,
+    sqrt,
     state,
     where,
 )
@@ -51,6 +54,14 @@ def distance(p, g, t, start=state(init="param"), radius=model_state(nonneg), *, 
     radius = where(t > 1, radius, 1e-4) + model_norm(p - start)
     p = p - lr * radius * g / (amax(abs(g)) + 1e-8)
     return p, start, radius
+
+
+@optimizer()
+def by_rows(p, g, m=state(), size=row(nonneg), *, lr=hyper(1e-3, ge=0), beta=hyper(0.9, ge=0, lt=1)):
+    m = beta * m + (1 - beta) * g
+    size = beta * size + (1 - beta) * row_mean(g * g)
+    p = p - lr * m / (sqrt(size) + 1e-8)
+    return p, m, size
 
 
 @optimizer(matrix="first")
@@ -101,14 +112,27 @@ def test_of_a_function_of_whole_matrices_nothing_is_claimed_and_of_the_rest_all(
     assert 0 < report.worst["momentum_buffer"].bound < 1e-6
 
 
-def test_intervals_of_steps_are_drawn_as_whole_numbers() -> None:
-    drawn = set()
+def drawn(spec: Spec) -> list[Example]:
+    """Some examples of a rule."""
+    seen: list[Example] = []
 
     @settings(max_examples=50, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(examples(lookahead(adamp), steps=1))
+    @given(examples(spec, steps=1))
     def look(example: Example) -> None:
-        drawn.add(example.hypers.get("lookahead_k", 5.0))
+        seen.append(example)
 
     look()
-    assert len(drawn) > 2
-    assert all(k >= 1 and float(k).is_integer() for k in drawn)
+    return seen
+
+
+def test_vectors_are_drawn_where_a_rule_takes_them_only() -> None:
+    """One of rows without a shape flag refuses them."""
+    vectors = {spec.name: any(len(x.shape) < 2 for x in drawn(spec)) for spec in (by_rows, muon, distance)}
+    assert vectors == {"by_rows": False, "muon": True, "distance": True}
+    assert fuzz.fuzz(by_rows, plans.int8_split24, count=20, steps=1).failure is None
+
+
+def test_intervals_of_steps_are_drawn_as_whole_numbers() -> None:
+    counts = {example.hypers.get("lookahead_k", 5.0) for example in drawn(lookahead(adamp))}
+    assert len(counts) > 2
+    assert all(k >= 1 and float(k).is_integer() for k in counts)

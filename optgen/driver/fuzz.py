@@ -34,6 +34,7 @@ from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
 from optgen.lang.declare import HyperDecl
 from optgen.lang.spec import Spec
+from optgen.lower import needs_matrix
 from optgen.runtime import layout
 from optgen.verify.differential import Report, Trial, Worst
 from optgen.verify.intervals import FAST, STRICT
@@ -128,12 +129,17 @@ def examples(spec: Spec, *, steps: int) -> st.SearchStrategy[Example]:
 
 
 def _allowed(spec: Spec, example: Example) -> Example:
-    """The example without the flags that its hyper-parameters rule out."""
+    """The example without the flags that its hyper-parameters rule out, and with rows and columns where the rule works
+    on them."""
     values = {h.name: h.default for h in spec.hypers} | dict(example.hypers)
     ruled_out = {
         f.name for f in spec.flags if f.needs and values[f.needs] == 0 or f.excludes and values[f.excludes] != 0
     }
-    return replace(example, flags={name: on and name not in ruled_out for name, on in example.flags.items()})
+    flags = {name: on and name not in ruled_out for name, on in example.flags.items()}
+    shape = example.shape
+    if len(shape) < 2 and needs_matrix(spec, spec.flag_values({**example.hypers, **flags}, shape)):
+        shape = (1,) * (2 - len(shape)) + shape  # vectors are refused
+    return replace(example, flags=flags, shape=shape)
 
 
 # -- one case
