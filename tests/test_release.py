@@ -255,9 +255,12 @@ def test_a_parameter_that_is_frozen_within_a_window_takes_what_came_and_no_more(
     assert opt.state[model.outer.weight]["step"] == 1 and opt.state[model.inner.weight]["step"] == 2
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("wrapped", ["", "_orig_mod."])
-def test_a_checkpoint_between_steps_continues_bit_for_bit(wrapped: str) -> None:
-    """Random bits go by its names from the first backward on, those of a model that torch.compile wraps too."""
+def test_a_checkpoint_between_steps_continues_bit_for_bit(wrapped: str, frozen: bool) -> None:
+    """Random bits go by its names from the first backward on, those of a model that torch.compile wraps too, and of
+    one that is frozen while it loads.
+    """
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()))
     opt_a.release_gradients(a, clip=0.05, clip_by="previous_norm")
     handle = opt_b.release_gradients(b, clip=0.05, clip_by="previous_norm")
@@ -271,7 +274,9 @@ def test_a_checkpoint_between_steps_continues_bit_for_bit(wrapped: str) -> None:
     c.load_state_dict(saved["model"])
     opt_c = optim.AdamW([(f"{wrapped}{name}", p) for name, p in c.named_parameters()])
     again = opt_c.release_gradients(c, clip=0.05, clip_by="previous_norm")
+    c.requires_grad_(not frozen)
     opt_c.load_state_dict(saved["opt"])
+    c.requires_grad_()
     again.load_state_dict(saved["release"])
     opt_c.param_groups[0].pop("initial_lr")
     train(opt_c, c, 3, start=3)

@@ -1185,8 +1185,6 @@ class Optimizer(torch.optim.Optimizer):
             weights.settle(loaded.rounded, started)
         self.state = defaultdict(dict, loaded.states)
         self.param_groups = loaded.groups
-        if self._release is not None:
-            self._release.rename()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -372,11 +372,12 @@ class Release:
             self._update(one)
 
     def _current(self, one: One) -> One:
-        """The parameter's record, made anew where it stands elsewhere now."""
+        """The parameter's record, made anew where it stands elsewhere now, or has another name: a checkpoint's."""
         groups = self.optimizer.param_groups
         if one.number < len(groups):
-            params = groups[one.number]["params"]
-            if one.place < len(params) and params[one.place] is one.p:
+            params, names = groups[one.number]["params"], groups[one.number].get("param_names")
+            named = names is None or (one.place < len(names) and names[one.place] == one.name)
+            if one.place < len(params) and params[one.place] is one.p and named:
                 return one
         self.attach()
         return self._ones.get(id(one.p), one)
@@ -425,32 +426,17 @@ class Release:
                 old = self._ones.get(id(p))
                 if old is not None and (old.number, old.place, old.name) == (number, place, name):
                     continue
-                one = self._made(p, number, place, name, old)
+                one = One(self.optimizer, p, number, place, name)
                 one.refresh(self.optimizer)
+                if old is not None:
+                    one.summed, one.trained = old.summed, old.trained
+                    if old.summed or old.name == name:  # its random bits go by the name
+                        one.sums = old.sums
                 self._give_sums(one)
                 self._place(one)
             for key in left:
                 self._hooks.pop(key).remove()
                 self._hand_over(self._ones.pop(key))
-
-    def rename(self) -> None:
-        """The names that a checkpoint brought, by which the random bits of the next backward go already."""
-        with self._lock:
-            for p, number, place, name in self._wanted():
-                old = self._ones.get(id(p))
-                if old is not None and old.name != name:
-                    one = self._made(p, number, place, name, old)
-                    if not one.summed:
-                        one.sums = None
-                        self._give_sums(one)
-                    self._place(one)
-
-    def _made(self, p: Tensor, number: int, place: int, name: str | int, old: One | None) -> One:
-        """A new record in the place of an old one, whose sums it goes on with."""
-        one = One(self.optimizer, p, number, place, name)
-        if old is not None:
-            one.summed, one.sums, one.trained = old.summed, old.sums, old.trained
-        return one
 
     def step(self) -> None:
         """What `Optimizer.step` does now: the gradients that are still there, and the end of this step's norm."""
