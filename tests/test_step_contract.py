@@ -195,6 +195,29 @@ def test_weights_are_not_loaded_where_torch_would_not_write_all_of_them() -> Non
     assert not torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("which", ["scale", "frozen"])
+def test_weights_are_not_loaded_beside_what_torch_would_not_write(which: str) -> None:
+    """Buffers and parameters that the optimizer does not train are written last."""
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    model.register_buffer("first", torch.zeros(4))
+    with torch.inference_mode():
+        if which == "scale":
+            model.register_buffer("scale", torch.zeros(4))
+        else:
+            model.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+    opt = AdamW([("weight", model.weight)], plan="int8_split24", backend="reference")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = {name: torch.ones_like(value, dtype=torch.float32) for name, value in before.items()}
+    text = rf"^parameter '{which}' \(float32 \[4\]\) was made under torch.inference_mode"
+    with pytest.raises(RuntimeError, match=text):
+        opt.load_master_state_dict(model, other)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not opt.state
+    with torch.inference_mode():
+        opt.load_master_state_dict(model, other)
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
 BACKENDS = ["reference", "triton", "cpp"]
 
 

@@ -172,6 +172,8 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
                 of = sharding.layout_of(target)
                 value = sharding.wrapped(sharding.part_of(value, of).to(target.device), of)
             loading.rest[name] = value
+            if isinstance(target, Tensor):
+                state.refuse_inference(target, {}, (), name, weight=True)
     misfits.stop()
     return loading
 
