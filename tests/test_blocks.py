@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 import optgen
 from optgen.driver import checkpoints, targets
+from optgen.driver.compile import compile as compiled
+from optgen.lang import flag, hyper, optimizer, row_mean, sqrt, state
+from optgen.lang.spec import Spec
 from optgen.lang.spec import start as first
 from optgen.ops import dtypes
 from optgen.optim import AdamMini, AdamW
@@ -94,6 +97,16 @@ def same(a: Optimizer, b: Optimizer) -> None:
 SHAPES = [((96, 80), 8), ((96, 83), 8), ((96, 83), 1), ((24, 5, 7, 9), 4), ((12, 7), 3), ((12, 7), 12)]
 
 
+@optimizer(cite="nobody", matrix="blocks", name="AtTimes")
+def at_times(
+    p, g, m=state(), *, lr=hyper(1e-3, ge=0), beta=hyper(0.9, ge=0, lt=1), k=hyper(2, ge=1), now=flag(every="k")
+):  # fmt: skip
+    """Looks at rows in every k-th step only."""
+    m = beta * m + (1 - beta) * g
+    p = p - lr * m / ((sqrt(row_mean(g * g)) if now else 1) + 1e-8)
+    return p, m
+
+
 @pytest.mark.parametrize(
     ("plan", "backend"),
     [
@@ -101,29 +114,32 @@ SHAPES = [((96, 80), 8), ((96, 83), 8), ((96, 83), 1), ((24, 5, 7, 9), 4), ((12,
         ("int8_split24", "triton"),
     ],
 )  # fmt: skip
-def test_blocks_of_rows_are_rows_of_another_shape(plan: str, backend: str) -> None:
+@pytest.mark.parametrize("spec", [spec_of("adam_mini"), at_times], ids=lambda spec: spec.name)
+def test_blocks_of_rows_are_rows_of_another_shape(spec: Spec, plan: str, backend: str) -> None:
     """(rows, columns) in n blocks takes the steps of (n, all of a block), bit for bit: codes, scales, random bits."""
     draw = torch.Generator().manual_seed(3)
-    params, views, blocks = {}, {}, {}
+    params, views, whole, blocks = {}, {}, {}, {}
     for k, (shape, count) in enumerate(SHAPES[1:5:3] if backend == "triton" else SHAPES):
         value = torch.randn(shape, generator=draw).bfloat16()
         params[f"w{k}"], blocks[f"w{k}"] = nn.Parameter(value), count
         views[f"w{k}"] = nn.Parameter(value.clone().view(count, -1))
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "plan": plan, "backend": backend}
-    ours, theirs = AdamMini(params.items(), blocks=blocks, **options), AdamMini(views.items(), **options)
+        whole[f"w{k}"] = nn.Parameter(value.clone())
+    rule, options = compiled(spec, plan=plan), {"lr": 1e-2, "plan": plan, "backend": backend}
+    ours, theirs = rule(params.items(), blocks=blocks, **options), rule(views.items(), **options)
+    plain = rule(whole.items(), **options)
     for _ in range(2):
-        for p, q in zip(params.values(), views.values(), strict=True):
+        for p, q, r in zip(params.values(), views.values(), whole.values(), strict=True):
             p.grad = torch.randn(p.shape, generator=draw).bfloat16()
-            q.grad = p.grad.view(q.shape)
-        ours.step()
-        theirs.step()
+            q.grad, r.grad = p.grad.view(q.shape), p.grad
+        for opt in (ours, theirs, plain):
+            opt.step()
     for p, q in zip(params.values(), views.values(), strict=True):
         assert same_bits(p.detach().view(q.shape), q.detach())
         for key, value in theirs.state[q].items():
             mine = ours.state[p][key]
             assert same_bits(mine.view(value.shape), value) if isinstance(value, Tensor) else mine == value, key
-    assert ours.state[params["w0"]]["vmean_row"].shape == (blocks["w0"], 1)
     assert ours.memory().states == theirs.memory().states
+    assert not same_bits(params["w0"].detach(), whole["w0"].detach())  # without blocks, of its own rows
 
 
 def test_the_authors_optimizer_and_ours_lie_in_one_enclosure(monkeypatch: pytest.MonkeyPatch) -> None:

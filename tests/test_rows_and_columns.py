@@ -21,6 +21,7 @@ from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, flo
 from optgen.formats.factored import LOWEST, SMALLEST_NORMAL
 from optgen.formats.format import Noise
 from optgen.lang import flag, hyper, nonneg, optimizer, row_mean, sqrt, state
+from optgen.lang.spec import Spec
 from optgen.ops import dtypes
 from optgen.runtime import checkpoint, layout, native
 from optgen.verify import bounds, lint
@@ -620,3 +621,37 @@ def test_rows_are_the_same_at_the_steps_that_do_not_look_at_them(plan: str) -> N
         opt.step()
         rows, columns = (opt.state[p][f"v_{name}"] for name in ("row", "col"))
         assert (rows.numel(), columns.numel()) == (16, 8 * 8 * 8)  # as the rule counts them
+
+
+@optimizer(cite="nobody", matrix="first", name="AtOtherTimes")
+def at_other_times(
+    p, g, m=state(), v=state(nonneg), *,
+    lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1), k=hyper(2, ge=1), j=hyper(3, ge=1),
+    now=flag(every="k"), not_now=flag(every="j"),
+):  # fmt: skip
+    """Rows are looked at neither in the usual step nor where all flags are set."""
+    m = beta * m + (1 - beta) * g
+    v = beta * v + (1 - beta) * g * g
+    damp = 1e-8
+    if now and not not_now:
+        damp = damp + sqrt(row_mean(g * g))
+    p = p - lr * m / (sqrt(v) + damp)
+    return p, m, v
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int4_factored_split24", "lpmm4_factor"])
+@pytest.mark.parametrize("spec", [at_times, at_other_times], ids=lambda spec: spec.name)
+def test_a_vector_is_refused_before_the_first_step_that_looks_at_its_rows(spec: Spec, plan: str) -> None:
+    cls = compiled(spec, plan=plan)
+    good, bad = (torch.nn.Parameter(torch.ones(*shape).bfloat16()) for shape in [(64, 64), (8192,)])
+    text = r"parameter 1 \(bfloat16 \[8192\]\) has no rows and columns"
+    with pytest.raises(ValueError, match=text):
+        cls([good, bad], plan=plan, backend="reference")
+    bad.requires_grad_(False)
+    opt = cls([good, bad], plan=plan, backend="reference")  # frozen parameters may be anything
+    bad.requires_grad_()
+    for p in (good, bad):
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=text):
+        opt.step()
+    assert not opt.state and all(bool((p == 1).all()) for p in (good, bad))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, field_name
 from optgen.ir.program import Buffer, Program, Stage, Step
 from optgen.lang.spec import Spec
-from optgen.lower import lower, lower_decode, lower_encode, matrix_of
+from optgen.lower import lower, lower_decode, lower_encode, matrix_of, needs_matrix
 from optgen.ops import spaces
 
 Maths = Literal["strict", "fast"]
@@ -166,9 +166,12 @@ def _nodes(program: Program) -> Any:
     return postorder(program.roots())
 
 
-def _has_matrices(program: Program) -> bool:
-    """Whether a step sees matrices: in values, in what it leaves as it is, or in a function of them."""
-    small = (x.space.name in spaces.SMALL for x in (*_nodes(program), *program.buffers))
+def _has_matrices(program: Program, within: Collection[str] = spaces.SMALL) -> bool:
+    """Whether a step sees matrices: in values, in what it leaves as it is, or in a function of them.
+
+    within  the spaces that say so
+    """
+    small = (x.space.name in within for x in (*_nodes(program), *program.buffers))
     return any(small) or any(n.op == "call" for n in _nodes(program))
 
 
@@ -374,6 +377,7 @@ def _variant_row(
             f'Field("{b.name}", "{b.dtype.torch}", {per}, zero={zero!r}, state="{b.owner}"{where})'
         )
     starts: Mapping[str, Any] = {s.name: s.init for s in spec.present(c.case.flags) if s.init != 0.0}
+    elsewhere = needs_matrix(spec, c.case.flags) and not _has_matrices(program, ("row", "col", "mat"))
     return dict(
         function=name,
         step=step,
@@ -392,7 +396,8 @@ def _variant_row(
         stochastic=any(n.op == "key" for n in _nodes(program)),
         host_states=program.host_states,
         init=dict(starts),
-        matrix=matrix if _has_matrices(program) else "last",
+        rows=elsewhere,
+        matrix=matrix if elsewhere or _has_matrices(program) else "last",
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
         stages=[],
     )

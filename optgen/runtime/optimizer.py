@@ -472,9 +472,7 @@ class Optimizer(torch.optim.Optimizer):
             if p.ndim >= 2 or not p.requires_grad:
                 continue
             cls, name = type(self), names[i]
-            _, plan, usual = checkpoint.select(cls, group, p, name)
-            sometimes = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
-            if usual.needs_matrix or plans.at_step(plan, usual, sometimes).needs_matrix:
+            if checkpoint.select(cls, group, p, name)[2].needs_matrix:
                 raise self._no_matrix(p, name)
 
     def _no_matrix(self, p: Tensor, name: Label) -> ValueError:

@@ -303,6 +303,7 @@ class Variant:
     init         first value of a state that does not start at zero: a number, or "param" for the weight
     temps        what the stages leave for one another
     stages       the kernels of a step that takes more than one, in order; () where `kernel` is all of it
+    rows         whether other steps of the same parameter, for which flags are set otherwise, work on rows and columns
     matrix       "last": rows and columns are those of the last two dimensions; "first": those of dimension 0 against
                  the rest, which the kernels then see in the place of the parameter's shape; a number: as "first", with
                  so many rows put together (`in_blocks`)
@@ -327,6 +328,7 @@ class Variant:
     kernel_host: HostFunction | None = None
     temps: tuple[Temp, ...] = ()
     stages: tuple[Stage, ...] = ()
+    rows: bool = False
     matrix: Matrix = "last"
 
     @property
@@ -335,9 +337,9 @@ class Variant:
 
     @cached_property
     def needs_matrix(self) -> bool:
-        """Whether it keeps or computes anything per row, column or matrix of the last two dimensions."""
+        """Whether it keeps or computes anything per row, column or matrix, at this or another step."""
         spaces = {x.space for xs in (self.fields, self.temps, self.stages) for x in xs}
-        return not spaces.isdisjoint({"row", "col", "mat", "call"})
+        return self.rows or not spaces.isdisjoint({"row", "col", "mat", "call"})
 
     @cached_property
     def has_axes(self) -> bool:
