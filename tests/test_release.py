@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import optgen.optim as optim
 from optgen.accumulate import accumulator
+from optgen.driver.compile import compile as compiled
+from optgen.lang import flag, hyper, model_total, optimizer
 from optgen.runtime import Optimizer, plans, sharding
 from optgen.verify import bounds
 from tests.harness import plan_of, same_bits
@@ -544,6 +546,25 @@ def test_rules_that_sum_over_the_model_are_refused(name: str) -> None:
     model.loss(0).backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if n != "rare.weight")
     opt.step()
+
+
+@optimizer(cite="nobody")
+def sums_at_times(
+    p, g, *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), j=hyper(3, ge=1), now=flag(every="k"), not_now=flag(every="j")
+):
+    """Sums over the model neither in the usual step nor where all flags are set."""
+    size = 1
+    if now and not not_now:
+        size = 1 + model_total(g * g)
+    p = p - lr * g / size
+    return p
+
+
+def test_a_rule_that_sums_over_the_model_at_some_steps_is_refused_before_the_first() -> None:
+    model = net()
+    opt = compiled(sums_at_times)(model.named_parameters())
+    with pytest.raises(ValueError, match=r"'table.weight'.*needs sums over the whole model"):
+        opt.release_gradients(model)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -150,6 +151,12 @@ def at_step(module: ModuleType, variant: Variant, flags: tuple[tuple[str, bool],
         if same and dict(v.flags) == wanted:
             return in_blocks(v, variant.matrix) if isinstance(variant.matrix, int) else v
     raise ValueError(f"plan {module.__name__.rpartition('.')[2]!r} has no kernel with {dict(flags)}")
+
+
+def at_steps(module: ModuleType, variant: Variant, following: Sequence[str]) -> Iterator[Variant]:
+    """The variants beside this one for every setting of the flags that change from step to step."""
+    for values in itertools.product((False, True), repeat=len(following)):
+        yield at_step(module, variant, tuple(zip(following, values, strict=True)))
 
 
 def small_numel(module: ModuleType) -> int:
