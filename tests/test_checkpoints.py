@@ -312,6 +312,21 @@ def test_parameters_may_be_called_by_numbers() -> None:
     assert refusal(opt, opt.state_dict()) == ""
 
 
+@pytest.mark.parametrize("own", [None, ["w"]])
+@pytest.mark.parametrize("theirs", [None, ["w"]])
+def test_names_may_be_none_as_torch_has_it(own: list[str] | None, theirs: list[str] | None) -> None:
+    """A group whose "param_names" are None has none, here and in a checkpoint; that of torch.optim says so too."""
+    p = torch.nn.Parameter(torch.ones(2, 3))
+    opts = [cls([{"params": [p], "param_names": x}]) for cls, x in ((torch.optim.AdamW, theirs), (AdamW, own))]
+    for opt in opts:
+        p.grad = torch.ones_like(p)
+        opt.step()
+    assert refusal(opts[1], opts[0].state_dict()) == ""
+    assert opts[1].param_groups[0]["param_names"] == (theirs or own)
+    assert opts[1].state[p]["step"] == 1
+    opts[1].step()
+
+
 def test_parameters_without_a_state_in_the_checkpoint_are_named() -> None:
     opt, params = fixture.optimizer(fixture.CASES[0])
     fixture.train(opt, params, range(1))

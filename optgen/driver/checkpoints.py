@@ -521,7 +521,7 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
         if p.weight is not None or q not in opt.state:
             continue
         group = next(g for g in opt.param_groups if any(q is x for x in g["params"]))
-        name = number if "param_names" not in group else p.name
+        name = number if group.get("param_names") is None else p.name
         if any(f.owner == "p" for f in checkpoint.select(cls, group, q, name)[2].fields):
             raise _refuse(
                 source,

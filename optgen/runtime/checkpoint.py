@@ -194,7 +194,7 @@ def read(
                 mine = kept - _names(cls, group, p, label)
                 extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
                 entry = {key: value for key, value in entry.items() if key not in mine}
-            name = group["param_names"][i] if "param_names" in group else order[id(p)]
+            name = order[id(p)] if group.get("param_names") is None else group["param_names"][i]
             if _is_there(entry):
                 if order[id(p)] in old and (said := _misread(select(cls, group, p, label)[2], p)):
                     misfits.add(f"{state.label(p, name if isinstance(name, (str, int)) else str(name))}: {said}")
@@ -390,8 +390,8 @@ def _merge(
 ) -> dict[str, Any]:
     """The group as it is after loading: saved options and names over the present ones, present parameters."""
     taken = {key: copy.deepcopy(value) for key, value in saved.items() if key not in options.FOREIGN}
-    if taken.get("param_names") is not None:  # what random bits go by; in the present order
-        names = dict(zip(saved["params"], taken["param_names"], strict=True))
+    if (given := taken.pop("param_names", None)) is not None:  # what random bits go by; in the present order
+        names = dict(zip(saved["params"], given, strict=True))
         taken["param_names"] = [names[order[id(p)]] for p in group["params"]]
     merged = {**group, **taken}
     for key in ("overrides", "blocks"):

@@ -187,7 +187,7 @@ def _readings(optimizer: Optimizer) -> list[list[Any]]:
 
 def _label(group: Mapping[str, Any], place: int, position: int) -> plans.Label:
     """What a group calls its parameter at a place."""
-    label: plans.Label = group["param_names"][place] if "param_names" in group else position
+    label: plans.Label = position if group.get("param_names") is None else group["param_names"][place]
     return label
 
 
