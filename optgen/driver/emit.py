@@ -137,6 +137,7 @@ _WORDS = re.compile(r"(@?\w+)")
 
 def _replaced(text: str, names: dict[str, str]) -> str:
     """The text with whole words replaced; an @ before a word is part of it."""
+    names = {old: new for old, new in names.items() if old != new and old in text}
     if not names:
         return text
     parts = _WORDS.split(text)
@@ -156,6 +157,8 @@ def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
 
 def _placed(spec: Spec, step: Step) -> Step:
     """The step with the spec's file, in what its stages say of their lines, under the name that generated text has."""
+    if not any(s.why for s in step.stages):
+        return step
     here, name = relative(spec.loc.file), targets.source_name(spec.loc.file)
     return replace(step, stages=tuple(replace(s, why=s.why.replace(f"({here}:", f"({name}:")) for s in step.stages))
 

@@ -165,8 +165,29 @@ def unseen(root: Node, seen: set[Node]) -> list[Node]:
 
     `seen` holds with a node everything below it.
     """
+    # As `_waiting`, with which it would change places at every node: a third of the time.
+    if root in seen:
+        return []
+    if not root.args:
+        seen.add(root)
+        return [root]
     out: list[Node] = []
-    for node in _waiting(root, seen):
+    stack: list[Node | None] = [root]
+    path: list[Node] = []
+    while stack:
+        node = stack.pop()
+        if node is None:
+            node = path.pop()
+        elif node in seen:
+            continue
+        elif node.args:
+            waiting = [a for a in node.args if a not in seen]
+            if waiting:
+                path.append(node)
+                stack.append(None)
+                waiting.reverse()
+                stack += waiting
+                continue
         seen.add(node)
         out.append(node)
     return out

@@ -11,6 +11,7 @@ are made of several; where they are one dimension, its values are theirs.  Arith
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 _known: dict[tuple[str, int], Space] = {}
 
@@ -58,6 +59,7 @@ def block(size: int) -> Space:
     return Space("block", size)
 
 
+@cache  # of the few spaces that there are; asked for each operand of each node
 def join(a: Space, b: Space) -> Space:
     """The smallest space in which both a and b can be read by index.
 
