@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def headers_once() -> Iterator[None]:
+    """C++ kernels that tests compile in this process: their flags are those of users, and so are processes' of their
+    own."""
+    from tests import harness
+
+    with harness.headers_once():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -233,6 +233,17 @@ _INCLUDED = (
     "#include <stdint.h>\n#include <string.h>\n#ifdef _OPENMP\n#include <omp.h>\n#endif\n#include <immintrin.h>\n"
 )
 _made: defaultdict[tuple[str, ...], dict[Any, Any]] = defaultdict(dict)
+_FLAGS = native.FLAGS  # as users compile
+
+
+@contextmanager
+def headers_once() -> Iterator[None]:
+    """The compiler reads its own headers once for all C++ kernels compiled within, under the flags that users have.
+
+    They are a third of what a kernel takes to compile, and the same text whether they were read before or not.
+    """
+    with _flags(_FLAGS, [isa for isa in native.ISAS if isa.needs <= native.cpu_flags()]):
+        yield
 
 
 @contextmanager
@@ -244,29 +255,40 @@ def unoptimized() -> Iterator[None]:
     excess precision, with or without optimization.  What it would not show is a kernel whose C++ means nothing, or
     a wrong compiler: some kernels are always tested as users compile them.
     """
-    flags = tuple("-O0" if f == "-O3" else f for f in native.FLAGS if not f.startswith("-W"))
+    with _flags(tuple("-O0" if f == "-O3" else f for f in _FLAGS if not f.startswith("-W")), [native.isa()]):
+        yield
+
+
+@contextmanager
+def _flags(flags: tuple[str, ...], sets: Sequence[native.Isa]) -> Iterator[None]:
+    """The flags of C++ kernels within, after what is read of the system's headers once for these instruction sets."""
     by = native.compiler()
     if by is not None and native.isa().name != "portable":
-        flags += ("-include", str(_headers(by, flags)))
+        flags += ("-include", str(_headers(by, flags, sets)))
     with mock.patch.object(native, "FLAGS", flags), mock.patch.object(native, "_known", _made[flags]):
         yield
 
 
-def _headers(by: native.Compiler, flags: tuple[str, ...]) -> Path:
-    """A header of the system's that kernels need, compiled for these flags where the compiler can do that."""
-    isa = native.isa()
-    stamp = hashlib.sha256(json.dumps([by.command, by.version, isa.name, flags, _INCLUDED]).encode()).hexdigest()[:16]
-    path = HEADERS / stamp / "optgen_included.h"
+def _headers(by: native.Compiler, flags: tuple[str, ...], sets: Sequence[native.Isa]) -> Path:
+    """The system's headers that kernels need, compiled for these flags and each of the instruction sets (25 MB) where
+    the compiler can do that: it takes the one that fits from the folder beside the header.
+    """
+    named = [by.command, by.version, by.flags, flags, [isa.name for isa in sets], _INCLUDED]
+    path = HEADERS / hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16] / "optgen_included.h"
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=HEADERS) as folder:
+    compiled_ = path.with_name(path.name + ".gch")
+    compiled_.mkdir(parents=True, exist_ok=True)
+    with native._alone(path), tempfile.TemporaryDirectory(dir=HEADERS) as folder:
+        if path.exists():  # of another worker
+            return path
         source, made = Path(folder) / path.name, Path(folder) / "made"
         source.write_text(_INCLUDED, encoding="utf-8")
-        with suppress(native.Unavailable):  # then it is read each time
-            command = [*by.command, *flags, *isa.flags, "-fopenmp", "-x", "c++-header", str(source), "-o", str(made)]
-            native._run(command)
-            os.replace(made, path.with_name(path.name + ".gch"))
+        for isa in sets:
+            with suppress(native.Unavailable):  # then it is read each time
+                command = [*by.command, *flags, *isa.flags, *by.flags, "-fopenmp", "-x", "c++-header", str(source)]
+                native._run([*command, "-o", str(made)])
+                os.replace(made, compiled_ / isa.name)
         os.replace(source, path)  # at last: whoever finds it finds what was made of it
     return path
 
