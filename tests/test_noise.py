@@ -16,6 +16,7 @@ import torch
 from optgen.backends.printer import Printer
 from optgen.backends.reference import SPELL
 from optgen.lang import flag, hyper, optimizer, state
+from optgen.lang.spec import Spec
 from optgen.lower import noise as noises
 from optgen.lower.noise import WINDOW, deal, places, word
 from optgen.runtime import keys
@@ -150,11 +151,28 @@ def seldom(p, g, m=state(), v=state(), *, lr=hyper(1e-2, ge=0), k=hyper(2.0, ge=
     return p, m, v
 
 
-def test_what_a_step_seldom_stores_has_a_word_of_its_own() -> None:
+@optimizer(cite="none", name="Otherwise")
+def otherwise(
+    p, g, m=state(), v=state(), *, lr=hyper(1e-2, ge=0),
+    k=hyper(2.0, ge=1), j=hyper(3.0, ge=1), now=flag(every="k"), too=flag(every="j"),
+):  # fmt: skip
+    """An average of the gradients but every k-th: of every second one by default, at the others it rests."""
+    if not now:
+        m = 0.9 * m + 0.1 * g
+    v = 0.9 * v + 0.1 * g
+    p = p - lr * (m + (2 * v if too else v))
+    return p, m, v
+
+
+@pytest.mark.parametrize("rule", [seldom, otherwise], ids=lambda rule: rule.name)
+def test_what_a_step_seldom_stores_has_a_word_of_its_own(rule: Spec) -> None:
     plan = harness.plan_of("int8_split24")
-    for now, count in ((True, 2), (False, 1)):
-        found = harness.only(harness.schedule(seldom, plan, "bfloat16", "strict", {"now": now}))
-        assert sum(let.name.startswith("noise") for let in found.sweep.lets) == count
+    others = [f.name for f in rule.flags if f.name != "now"]
+    for now, *rest in itertools.product((True, False), repeat=len(rule.flags)):
+        flags = {"now": now, **dict(zip(others, rest, strict=True))}
+        found = harness.only(harness.schedule(rule, plan, "bfloat16", "strict", flags))
+        count = sum(let.name.startswith("noise") for let in found.sweep.lets)
+        assert count == (2 if now == (rule is seldom) else 1)
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.98])

@@ -95,7 +95,7 @@ def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str
     The first field of a word takes its top bits and the last one its bottom bits: the one needs only a shift, the
     other only a mask.
 
-    rare  fields that are not stored at every step; they have words of their own, drawn anew at each.  Of a window they
+    rare  fields that some steps do not store; they have words of their own, drawn anew at each.  Of a window they
           would see some places only, at every second step those of the same half of the range: rounding would lean to
           one side for a whole window.
     """

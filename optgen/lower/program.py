@@ -106,9 +106,8 @@ def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozen
 
 
 def _rare(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
-    """The states that are only stored at the multiples of a hyper-parameter, where this is such a step."""
-    now = {f.name: False for f in spec.flags if f.every and flags[f.name]}
-    return untouched(spec, storage, {**flags, **now}) if now else frozenset()
+    """The states that some steps leave as they are kept: multiples of a hyper-parameter, or all that are none."""
+    return frozenset(name for found in spec.at_steps(flags) for name in untouched(spec, storage, found))
 
 
 def _encode_all(
