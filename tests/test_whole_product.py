@@ -331,6 +331,7 @@ PARTS = 4
 SAMPLED = 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_rules_and_plans_compile_for_every_target(compiling: dict[str, str], tmp_path: Path, part: int) -> None:
     """Every rule under the default plan, every plan under AdamW, and some other pairs: one drawn kernel of each.
