@@ -15,7 +15,8 @@ import torch
 
 from optgen.backends.printer import Printer
 from optgen.backends.reference import SPELL
-from optgen.lang import flag, hyper, optimizer, state
+from optgen.driver.compile import compile as compiled
+from optgen.lang import flag, hyper, lookahead, optimizer, state
 from optgen.lang.spec import Spec
 from optgen.lower import noise as noises
 from optgen.lower.noise import WINDOW, deal, places, word
@@ -144,10 +145,10 @@ def test_fields_that_are_stored_rarely_lean_to_no_side_for_a_window(every: int) 
 @optimizer(cite="none", name="Seldom")
 def seldom(p, g, m=state(), v=state(), *, lr=hyper(1e-2, ge=0), k=hyper(2.0, ge=1), now=flag(every="k")):
     """An average of every k-th gradient."""
-    if now:
-        m = 0.9 * m + 0.1 * g
     v = 0.9 * v + 0.1 * g
     p = p - lr * (m + v)
+    if now:
+        m = 0.9 * m + 0.1 * g
     return p, m, v
 
 
@@ -157,22 +158,75 @@ def otherwise(
     k=hyper(2.0, ge=1), j=hyper(3.0, ge=1), now=flag(every="k"), too=flag(every="j"),
 ):  # fmt: skip
     """An average of the gradients but every k-th: of every second one by default, at the others it rests."""
-    if not now:
-        m = 0.9 * m + 0.1 * g
     v = 0.9 * v + 0.1 * g
-    p = p - lr * (m + (2 * v if too else v))
+    p = p - lr * (m + v)
+    if not now:
+        m = 0.9 * m + (0.2 if too else 0.1) * g
     return p, m, v
 
 
-@pytest.mark.parametrize("rule", [seldom, otherwise], ids=lambda rule: rule.name)
-def test_what_a_step_seldom_stores_has_a_word_of_its_own(rule: Spec) -> None:
+@optimizer(cite="none", name="Halved")
+def halved(p, g, m=state(), v=state(), *, lr=hyper(1e-2, ge=0), k=hyper(2.0, ge=1), now=flag(every="k")):
+    """A sum that is halved at every k-th step."""
+    v = 0.9 * v + 0.1 * g
+    p = p - lr * (m + v)
+    m = 0.5 * m if now else m + g
+    return p, m, v
+
+
+@optimizer(cite="none", name="Jumps")
+def jumps(p, g, m=state(), v=state(), *, lr=hyper(1e-2, ge=0), k=hyper(2.0, ge=1), now=flag(every="k")):
+    """The weight, of which every k-th step makes something else."""
+    m = 0.9 * m + 0.1 * g
+    v = 0.9 * v + 0.1 * g
+    p = m if now else p - lr * v
+    return p, m, v
+
+
+@pytest.mark.parametrize("rule", [seldom, otherwise, halved, jumps], ids=lambda rule: rule.name)
+def test_what_a_step_seldom_stores_or_makes_otherwise_has_a_word_of_its_own(rule: Spec) -> None:
     plan = harness.plan_of("int8_split24")
     others = [f.name for f in rule.flags if f.name != "now"]
     for now, *rest in itertools.product((True, False), repeat=len(rule.flags)):
         flags = {"now": now, **dict(zip(others, rest, strict=True))}
         found = harness.only(harness.schedule(rule, plan, "bfloat16", "strict", flags))
-        count = sum(let.name.startswith("noise") for let in found.sweep.lets)
-        assert count == (2 if now == (rule is seldom) else 1)
+        noise = [let.doc for let in found.sweep.lets if let.name.startswith("noise")]
+        assert len(noise) == (2 if rule in (halved, jumps) or now == (rule is seldom) else 1)
+        assert sorted(doc.endswith("tensor, step)") for doc in noise) == [False, True][: len(noise)]
+
+
+@optimizer(cite="none", name="Descent")
+def descent(p, g, *, lr=hyper(1e-2, ge=0)):
+    """Steps of equal size where gradients are."""
+    p = p - lr * g
+    return p
+
+
+def rounded_by_chance(x: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """fp64 numbers as bf16 ones above or below them, so that the mean is theirs."""
+    unit = torch.frexp(x).exponent.double().sub(8).exp2()
+    return (x / unit + torch.rand(x.shape, generator=chance, dtype=torch.float64)).floor() * unit
+
+
+@pytest.mark.parametrize("k", [2, 4, 5, 6])
+def test_a_weight_that_every_kth_step_sets_back_is_rounded_as_by_chance(k: int) -> None:
+    """Lookahead's weight is a mean of two at multiples of k: what came before counts half, whatever the window says."""
+    steps, size, small = 240, 1 << 13, float(torch.tensor(2.0**-8 * 0.013).bfloat16())
+    p = torch.nn.Parameter(torch.ones(size).bfloat16())
+    opt = compiled(lookahead(descent), "bf16_sr")([p], lr=1.0, lookahead_k=k)
+    fast, slow, chance = torch.ones(size).double(), torch.ones(size).double(), torch.Generator().manual_seed(k)
+    for t in range(1, steps + 1):
+        p.grad = torch.full_like(p, small)
+        opt.step()
+        fast = fast - small
+        if t % k == 0:
+            fast = slow + 0.5 * (fast - slow)
+            slow = rounded_by_chance(fast, chance)
+        fast = rounded_by_chance(fast, chance)
+    off, by_chance = (x.double() - 1 + 0.5 * small * steps for x in (p.detach(), fast))
+    assert abs(float(off.mean())) <= SIGMAS * float(by_chance.std()) / math.sqrt(size)
+    # A variance of 2^13 numbers of kurtosis 3 or less, twice.
+    assert abs(math.log(float(off.var() / by_chance.var()))) <= SIGMAS * 2 / math.sqrt(size)
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.98])

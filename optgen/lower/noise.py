@@ -95,9 +95,9 @@ def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str
     The first field of a word takes its top bits and the last one its bottom bits: the one needs only a shift, the
     other only a mask.
 
-    rare  fields that some steps do not store; they have words of their own, drawn anew at each.  Of a window they
-          would see some places only, at every second step those of the same half of the range: rounding would lean to
-          one side for a whole window.
+    rare  fields that some steps do not store, or make anew; they have words of their own, drawn anew at each.  Of a
+          window they would see some places only, at every second step those of the same half of the range: rounding
+          would lean to one side for a whole window.
     """
     shares = _shares({name: bits for name, bits in wants.items() if name not in rare})
     often = len(shares)

@@ -106,8 +106,14 @@ def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozen
 
 
 def _rare(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
-    """The states that some steps leave as they are kept: multiples of a hyper-parameter, or all that are none."""
-    return frozenset(name for found in spec.at_steps(flags) for name in untouched(spec, storage, found))
+    """What some steps do not store, or make in another way: multiples of a hyper-parameter, or all that are none.
+
+    Of what a step resets, or takes from elsewhere, the noise of the steps between two such ones is all that counts.
+    """
+    settings = list(spec.at_steps(flags))
+    made = [{"p": trace.p, **trace.states} for trace in map(spec.trace, settings)]
+    other = {name for new in made for name, node in new.items() if node is not made[0].get(name)}
+    return frozenset(other).union(*(untouched(spec, storage, found) for found in settings))
 
 
 def _encode_all(
@@ -122,14 +128,19 @@ def _encode_all(
 ) -> tuple[list[Let], list[Store]]:
     """The random words, and the stores that keep a weight and the states.
 
-    rare   states that are not stored at every step
+    rare   states, or "p", that not every step stores, or not in the same way
     still  states that are not stored at this one
     """
     wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage) if name not in still}
     wants["p"] = storage.master.noise_bits(storage.param)
     noise, words = deal(wants, rare) if stochastic else ({}, [])
-    doc = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
-    lets = [Let("noise" if not k else f"noise_{k + 1}", w, "encode", doc=doc) for k, w in enumerate(words)]
+    anew = {drawn.word.node for name, drawn in noise.items() if name in rare}
+    spread = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
+    docs = ["32 random bits: hash(element, tensor, step)" if word in anew else spread for word in words]
+    lets = [
+        Let(f"noise_{k + 1}" if k else "noise", word, "encode", doc=doc)
+        for k, (word, doc) in enumerate(zip(words, docs, strict=True))
+    ]
     stores: list[Store] = []
     roots: dict[str, Value] = {}
     bases = {normalizer(spec, name) for name in storage.states if storage.states[name].relative}

@@ -306,10 +306,12 @@ struct lookahead_adamw_bfloat16 {
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -327,15 +329,24 @@ struct lookahead_adamw_bfloat16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ (step_key & 255) * -2073254261 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            const I word_mul_5 = word_xor * 0x7feb352d;
+            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
+            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
+            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_3 = word_xor_3 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
+            store(word_xor_2_kept + i, word_xor_2);
             store(word_2_kept + i, word_2);
+            store(word_3_kept + i, word_3);
         }
 
         // -- blocks
@@ -359,8 +370,7 @@ struct lookahead_adamw_bfloat16 {
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -368,8 +378,10 @@ struct lookahead_adamw_bfloat16 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
+                const I word_xor_2 = spread(word_xor_2_kept, i);
                 const I word = spread(word_kept, i);
+                const I word_3 = spread(word_3_kept, i);
+                const I word_2 = spread(word_2_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -379,21 +391,32 @@ struct lookahead_adamw_bfloat16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);              // 32 random bits: hash(element, tensor, step)
+                const I p_word = bits_or_nan(p_3) + (lshr(noise_2, 24) + 0x8000);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise = word_3 ^ rotl(word_2, word_add);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
+                store(exp_avg_kept + i, exp_avg);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -427,30 +450,11 @@ struct lookahead_adamw_bfloat16 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -489,6 +493,7 @@ struct lookahead_adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -496,7 +501,7 @@ struct lookahead_adamw_bfloat16 {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -526,24 +531,23 @@ struct lookahead_adamw_bfloat16_small {
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ (step_key & 255) * -2073254261) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
+            store(word_xor_kept + i, word_xor);
         }
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
+            const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -560,8 +564,8 @@ struct lookahead_adamw_bfloat16_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
@@ -601,10 +605,12 @@ struct lookahead_adamw_float16 {
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -622,15 +628,24 @@ struct lookahead_adamw_float16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ (step_key & 255) * -2073254261 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            const I word_mul_5 = word_xor * 0x7feb352d;
+            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
+            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
+            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_3 = word_xor_3 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
+            store(word_xor_2_kept + i, word_xor_2);
             store(word_2_kept + i, word_2);
+            store(word_3_kept + i, word_3);
         }
 
         // -- blocks
@@ -654,8 +669,7 @@ struct lookahead_adamw_float16 {
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -663,8 +677,10 @@ struct lookahead_adamw_float16 {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
+                const I word_xor_2 = spread(word_xor_2_kept, i);
                 const I word = spread(word_kept, i);
+                const I word_3 = spread(word_3_kept, i);
+                const I word_2 = spread(word_2_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -674,21 +690,50 @@ struct lookahead_adamw_float16 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
+                const I p_offset = p_low - 128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
+                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
+                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
+                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
                 const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);       // 32 random bits: hash(element, tensor, step)
+                const I p_wide_2 = lshr(p_fixed + (lshr(noise_2, 23) | 1), 9);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
+                const I p_kept_ = p_word;
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise = word_3 ^ rotl(word_2, word_add);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
+                store(exp_avg_kept + i, exp_avg);
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -722,48 +767,11 @@ struct lookahead_adamw_float16 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -802,6 +810,7 @@ struct lookahead_adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -809,7 +818,7 @@ struct lookahead_adamw_float16 {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -839,24 +848,23 @@ struct lookahead_adamw_float16_small {
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ (step_key & 255) * -2073254261) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
+            store(word_xor_kept + i, word_xor);
         }
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
+            const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -889,8 +897,8 @@ struct lookahead_adamw_float16_small {
             const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
             const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
             const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
             const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
@@ -1206,10 +1214,12 @@ struct lookahead_adamw_bfloat16_sync {
         const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -1227,15 +1237,24 @@ struct lookahead_adamw_bfloat16_sync {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ (step_key & 255) * -2073254261 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            const I word_mul_5 = word_xor * 0x7feb352d;
+            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
+            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
+            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_3 = word_xor_3 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
+            store(word_xor_2_kept + i, word_xor_2);
             store(word_2_kept + i, word_2);
+            store(word_3_kept + i, word_3);
         }
 
         // -- blocks
@@ -1259,9 +1278,8 @@ struct lookahead_adamw_bfloat16_sync {
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            fetch<BLOCK>(slow_at, b);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1269,8 +1287,10 @@ struct lookahead_adamw_bfloat16_sync {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
+                const I word_xor_2 = spread(word_xor_2_kept, i);
                 const I word = spread(word_kept, i);
+                const I word_3 = spread(word_3_kept, i);
+                const I word_2 = spread(word_2_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -1280,21 +1300,35 @@ struct lookahead_adamw_bfloat16_sync {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F slow = load(slow_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const F slow_fma = fma(alpha, p_3 - slow, slow);
                 const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);              // 32 random bits: hash(element, tensor, step)
+                const I p_word = bits_or_nan(slow_fma) + (lshr(noise_2, 24) + 0x8000);
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise = word_3 ^ rotl(word_2, word_add);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
+                store(exp_avg_kept + i, exp_avg);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+                store(slow_at + i, slow_fma);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1328,32 +1362,10 @@ struct lookahead_adamw_bfloat16_sync {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F slow = load(slow_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const F slow_fma = fma(alpha, p_3 - slow, slow);
-                const I p_word = bits_or_nan(slow_fma) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-                store(slow_at + i, slow_fma);
-            }
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1394,13 +1406,14 @@ struct lookahead_adamw_bfloat16_sync {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -1432,24 +1445,23 @@ struct lookahead_adamw_bfloat16_sync_small {
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ (step_key & 255) * -2073254261) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
+            store(word_xor_kept + i, word_xor);
         }
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
+            const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -1468,8 +1480,8 @@ struct lookahead_adamw_bfloat16_sync_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
             const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = bits_or_nan(slow_fma) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
@@ -1512,10 +1524,12 @@ struct lookahead_adamw_float16_sync {
         const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -1533,15 +1547,24 @@ struct lookahead_adamw_float16_sync {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ (step_key & 255) * -2073254261 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            const I word_mul_5 = word_xor * 0x7feb352d;
+            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
+            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
+            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_3 = word_xor_3 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
+            store(word_xor_2_kept + i, word_xor_2);
             store(word_2_kept + i, word_2);
+            store(word_3_kept + i, word_3);
         }
 
         // -- blocks
@@ -1565,9 +1588,8 @@ struct lookahead_adamw_float16_sync {
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            fetch<BLOCK>(slow_at, b);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1575,8 +1597,10 @@ struct lookahead_adamw_float16_sync {
             I smallest_of_block(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
+                const I word_xor_2 = spread(word_xor_2_kept, i);
                 const I word = spread(word_kept, i);
+                const I word_3 = spread(word_3_kept, i);
+                const I word_2 = spread(word_2_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -1586,21 +1610,53 @@ struct lookahead_adamw_float16_sync {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
+                const I p_offset = p_low - 128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F slow = load(slow_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const F slow_fma = fma(alpha, p_3 - slow, slow);
+                const I slow_bitcast = bits(slow_fma);
+                const I p_sign = slow_bitcast >> 16 & 0x8000;
+                const I p_magnitude = slow_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
+                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
+                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
+                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
                 const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);       // 32 random bits: hash(element, tensor, step)
+                const I p_wide_2 = lshr(p_fixed + (lshr(noise_2, 23) | 1), 9);
+                const I p_word = where(slow_fma == slow_fma, p_wide_2, I(0x7e0000)) + 128;
+                const I p_kept_ = p_word;
                 const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise = word_3 ^ rotl(word_2, word_add);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
+                store(exp_avg_kept + i, exp_avg);
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept_);
+                store(slow_at + i, slow_fma);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1634,50 +1690,10 @@ struct lookahead_adamw_float16_sync {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F slow = load(slow_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const F slow_fma = fma(alpha, p_3 - slow, slow);
-                const I slow_bitcast = bits(slow_fma);
-                const I p_sign = slow_bitcast >> 16 & 0x8000;
-                const I p_magnitude = slow_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(slow_fma == slow_fma, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-                store(slow_at + i, slow_fma);
-            }
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1718,13 +1734,14 @@ struct lookahead_adamw_float16_sync {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -1756,24 +1773,23 @@ struct lookahead_adamw_float16_sync_small {
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ (step_key & 255) * -2073254261) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
+            store(word_xor_kept + i, word_xor);
         }
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
+            const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -1808,8 +1824,8 @@ struct lookahead_adamw_float16_sync_small {
             const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
             const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
             const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
             const I p_word = where(slow_fma == slow_fma, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
@@ -2169,11 +2185,13 @@ struct lookahead_adamw_bfloat16_amsgrad {
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -2198,15 +2216,24 @@ struct lookahead_adamw_bfloat16_amsgrad {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ (step_key & 255) * -2073254261 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            const I word_mul_5 = word_xor * 0x7feb352d;
+            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
+            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
+            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_3 = word_xor_3 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
+            store(word_xor_2_kept + i, word_xor_2);
             store(word_2_kept + i, word_2);
+            store(word_3_kept + i, word_3);
         }
 
         // -- blocks
@@ -2238,8 +2265,8 @@ struct lookahead_adamw_bfloat16_amsgrad {
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -2251,8 +2278,10 @@ struct lookahead_adamw_bfloat16_amsgrad {
             I smallest_of_block_2(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
+                const I word_xor_2 = spread(word_xor_2_kept, i);
                 const I word = spread(word_kept, i);
+                const I word_3 = spread(word_3_kept, i);
+                const I word_2 = spread(word_2_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -2267,6 +2296,9 @@ struct lookahead_adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -2275,19 +2307,27 @@ struct lookahead_adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
                 const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);                   // 32 random bits: hash(element, tensor, step)
+                const I p_word = bits_or_nan(p_3) + (lshr(noise_2, 24) + 0x8000);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise = word_3 ^ rotl(word_2, word_add);
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
+                store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -2339,29 +2379,10 @@ struct lookahead_adamw_bfloat16_amsgrad {
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
         }
 
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2415,7 +2436,7 @@ struct lookahead_adamw_bfloat16_amsgrad {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -2446,24 +2467,23 @@ struct lookahead_adamw_bfloat16_amsgrad_small {
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ (step_key & 255) * -2073254261) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
+            store(word_xor_kept + i, word_xor);
         }
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
+            const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -2483,8 +2503,8 @@ struct lookahead_adamw_bfloat16_amsgrad_small {
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
@@ -2527,11 +2547,13 @@ struct lookahead_adamw_float16_amsgrad {
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
         alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -2556,15 +2578,24 @@ struct lookahead_adamw_float16_amsgrad {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ (step_key & 255) * -2073254261 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            const I word_mul_5 = word_xor * 0x7feb352d;
+            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
+            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
+            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_3 = word_xor_3 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
+            store(word_xor_2_kept + i, word_xor_2);
             store(word_2_kept + i, word_2);
+            store(word_3_kept + i, word_3);
         }
 
         // -- blocks
@@ -2596,8 +2627,8 @@ struct lookahead_adamw_float16_amsgrad {
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -2609,8 +2640,10 @@ struct lookahead_adamw_float16_amsgrad {
             I smallest_of_block_2(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
+                const I word_xor_2 = spread(word_xor_2_kept, i);
                 const I word = spread(word_kept, i);
+                const I word_3 = spread(word_3_kept, i);
+                const I word_2 = spread(word_2_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -2625,6 +2658,17 @@ struct lookahead_adamw_float16_amsgrad {
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
+                const I p_offset = p_low - 128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -2633,19 +2677,37 @@ struct lookahead_adamw_float16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
+                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
+                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
+                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
                 const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);                   // 32 random bits: hash(element, tensor, step)
+                const I p_wide_2 = lshr(p_fixed + (lshr(noise_2, 23) | 1), 9);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
+                const I p_kept_ = p_word;
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise = word_3 ^ rotl(word_2, word_add);
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
+                store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept_);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -2697,47 +2759,10 @@ struct lookahead_adamw_float16_amsgrad {
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
         }
 
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2791,7 +2816,7 @@ struct lookahead_adamw_float16_amsgrad {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -2822,24 +2847,23 @@ struct lookahead_adamw_float16_amsgrad_small {
         const F scalar_5(scalars[7]);
         const F scalar_6(scalars[8]);
         alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ (step_key & 255) * -2073254261) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
+            store(word_xor_kept + i, word_xor);
         }
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
+            const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -2875,8 +2899,8 @@ struct lookahead_adamw_float16_amsgrad_small {
             const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
             const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
             const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
             const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
@@ -3258,11 +3282,13 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
         const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -3287,15 +3313,24 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ (step_key & 255) * -2073254261 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            const I word_mul_5 = word_xor * 0x7feb352d;
+            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
+            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
+            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_3 = word_xor_3 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
+            store(word_xor_2_kept + i, word_xor_2);
             store(word_2_kept + i, word_2);
+            store(word_3_kept + i, word_3);
         }
 
         // -- blocks
@@ -3327,9 +3362,8 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            fetch<BLOCK>(slow_at, b);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -3341,8 +3375,10 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
             I smallest_of_block_2(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
+                const I word_xor_2 = spread(word_xor_2_kept, i);
                 const I word = spread(word_kept, i);
+                const I word_3 = spread(word_3_kept, i);
+                const I word_2 = spread(word_2_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -3357,6 +3393,10 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
+                const F slow = load(slow_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -3365,19 +3405,29 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const F slow_fma = fma(alpha, p_3 - slow, slow);
                 const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);                   // 32 random bits: hash(element, tensor, step)
+                const I p_word = bits_or_nan(slow_fma) + (lshr(noise_2, 24) + 0x8000);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise = word_3 ^ rotl(word_2, word_add);
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
+                store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+                store(slow_at + i, slow_fma);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -3429,32 +3479,10 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
         }
 
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F slow = load(slow_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const F slow_fma = fma(alpha, p_3 - slow, slow);
-                const I p_word = bits_or_nan(slow_fma) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-                store(slow_at + i, slow_fma);
-            }
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -3502,13 +3530,14 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -3541,24 +3570,23 @@ struct lookahead_adamw_bfloat16_amsgrad_sync_small {
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ (step_key & 255) * -2073254261) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
+            store(word_xor_kept + i, word_xor);
         }
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
+            const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -3580,8 +3608,8 @@ struct lookahead_adamw_bfloat16_amsgrad_sync_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const F slow_fma = fma(alpha, p_3 - slow, slow);
             const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_word = bits_or_nan(slow_fma) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
@@ -3627,11 +3655,13 @@ struct lookahead_adamw_float16_amsgrad_sync {
         const F scalar_3(scalars[6]);
         const F scalar_4(scalars[7]);
         alignas(64) int32_t word_kept[TILE / 8];
+        alignas(64) int32_t word_xor_2_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
+        alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
+        alignas(64) float exp_avg_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
@@ -3656,15 +3686,24 @@ struct lookahead_adamw_float16_amsgrad_sync {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ (step_key & 255) * -2073254261 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
-            const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
-            const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
+            const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
+            const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
+            const I word_mul_5 = word_xor * 0x7feb352d;
+            const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
+            const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
+            const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_3 = word_xor_3 ^ (step_key & 255) * 0x1000010;
+            const I word_2 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
+            store(word_xor_2_kept + i, word_xor_2);
             store(word_2_kept + i, word_2);
+            store(word_3_kept + i, word_3);
         }
 
         // -- blocks
@@ -3696,9 +3735,8 @@ struct lookahead_adamw_float16_amsgrad_sync {
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b);
-            fetch<BLOCK>(weight_low_at, b);
-            fetch<BLOCK>(slow_at, b);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -3710,8 +3748,10 @@ struct lookahead_adamw_float16_amsgrad_sync {
             I smallest_of_block_2(INT32_MAX);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const I word_2 = spread(word_2_kept, i);
+                const I word_xor_2 = spread(word_xor_2_kept, i);
                 const I word = spread(word_kept, i);
+                const I word_3 = spread(word_3_kept, i);
+                const I word_2 = spread(word_2_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -3726,6 +3766,18 @@ struct lookahead_adamw_float16_amsgrad_sync {
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
+                const I p_offset = p_low - 128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F slow = load(slow_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
@@ -3734,19 +3786,39 @@ struct lookahead_adamw_float16_amsgrad_sync {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
+                const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const F slow_fma = fma(alpha, p_3 - slow, slow);
+                const I slow_bitcast = bits(slow_fma);
+                const I p_sign = slow_bitcast >> 16 & 0x8000;
+                const I p_magnitude = slow_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
+                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
+                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
+                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
                 const I word_and = lane(i);
-                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-                const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const I word_add = (word_and * (word_and + 1) >> 1) + 1;
+                const I noise_2 = word_xor_2 ^ rotl(word, word_add);                   // 32 random bits: hash(element, tensor, step)
+                const I p_wide_2 = lshr(p_fixed + (lshr(noise_2, 23) | 1), 9);
+                const I p_word = where(slow_fma == slow_fma, p_wide_2, I(0x7e0000)) + 128;
+                const I p_kept_ = p_word;
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
+                // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
+                const I noise = word_3 ^ rotl(word_2, word_add);
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
+                store(exp_avg_kept + i, exp_avg);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept_);
+                store(slow_at + i, slow_fma);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -3798,50 +3870,10 @@ struct lookahead_adamw_float16_amsgrad_sync {
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
         }
 
-        // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F slow = load(slow_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const F slow_fma = fma(alpha, p_3 - slow, slow);
-                const I slow_bitcast = bits(slow_fma);
-                const I p_sign = slow_bitcast >> 16 & 0x8000;
-                const I p_magnitude = slow_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
-                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
-                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
-                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
-                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
-                const I p_word = where(slow_fma == slow_fma, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-                store(slow_at + i, slow_fma);
-            }
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -3889,13 +3921,14 @@ struct lookahead_adamw_float16_amsgrad_sync {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(slow_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -3928,24 +3961,23 @@ struct lookahead_adamw_float16_amsgrad_sync_small {
         const F scalar_5(scalars[8]);
         const F scalar_6(scalars[9]);
         alignas(64) int32_t word_kept[TILE / 8];
-        alignas(64) int32_t word_2_kept[TILE / 8];
+        alignas(64) int32_t word_xor_kept[TILE / 8];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ (step_key & 255) * -2073254261) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
             const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
-            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
-            store(word_2_kept + i, word_2);
+            store(word_xor_kept + i, word_xor);
         }
 
         // -- elements: decode, update, encode  (specs/lookahead_adamw.py)
         for (int i = 0; i < count; i += W) {
-            const I word_2 = spread(word_2_kept, i);
+            const I word_xor = spread(word_xor_kept, i);
             const I word = spread(word_kept, i);
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -3983,8 +4015,8 @@ struct lookahead_adamw_float16_amsgrad_sync_small {
             const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
             const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
             const I word_and = lane(i);
-            // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-            const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+            // 32 random bits: hash(element, tensor, step)
+            const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
             const I p_word = where(slow_fma == slow_fma, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
