@@ -20,6 +20,7 @@ import argparse
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import re
 import shutil
@@ -29,7 +30,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -595,9 +596,19 @@ def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Jo
         yield Job(name, fn, signature, constants, width, warps, aligned, (target,), is_panel, told)
 
 
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Where this process keeps its modules' sources; removed when it ends."""
+    return tempfile.TemporaryDirectory(prefix="kernel_stats_")
+
+
+_NUMBERS = itertools.count()  # a module is a file of its own, as often as a name comes
+
+
 def _module(name: str, text: str) -> Any:
     """A module of that source; Triton reads kernels back from a file."""
-    path = Path(tempfile.mkdtemp(prefix="kernel_stats_"), f"{name}.py")
+    path = Path(_folder().name, str(next(_NUMBERS)), f"{name}.py")
+    path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None and found.loader is not None
