@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import optgen
@@ -15,7 +15,7 @@ from optgen.backends.host import Unpack
 from optgen.base.loc import relative
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
-from optgen.formats.plan import Plan, field_name
+from optgen.formats.plan import Plan, Storage, field_name
 from optgen.ir.program import Buffer, Program, Stage, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower, lower_decode, lower_encode, matrix_of, needs_matrix
@@ -132,35 +132,66 @@ def _defined(unit: Sequence[str]) -> str:
     return unit[1].removeprefix("def ").split("(")[0]
 
 
-_WORDS = re.compile(r"(@?\w+)")
+@lru_cache(maxsize=256)
+def _words(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"(?<![@\w])(?:{'|'.join(map(re.escape, names))})(?!\w)")
 
 
-def _replaced(text: str, names: dict[str, str]) -> str:
+def _replaced(text: str, names: Mapping[str, str]) -> str:
     """The text with whole words replaced; an @ before a word is part of it."""
-    names = {old: new for old, new in names.items() if old != new and old in text}
-    if not names:
-        return text
-    parts = _WORDS.split(text)
-    return "".join(map(names.get, parts, parts))
+    # Looked for one by one first: few of many names are in a text, and each alternative of the pattern takes its time.
+    found = tuple(old for old, new in names.items() if old != new and old in text)
+    return _words(found).sub(lambda word: names[word[0]], text) if found else text
 
 
-def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
-    """Lower one case and run the passes; strict for the reference, `maths` for the kernels."""
+@dataclass(frozen=True)
+class Codec:
+    """What reads and writes a plan's storage, apart from a step: the same under every flag that leaves the storage."""
+
+    storage: Storage
+    decode: Step
+    encode: Step
+
+
+def compile_codec(spec: Spec, storage: Storage) -> Codec:
+    """Lower the decoding and the encoding of the states, and run the passes."""
+    decode = passes.step(lower_decode(spec, storage), "strict")
+    return Codec(storage, decode, passes.step(lower_encode(spec, storage), "strict"))
+
+
+def compile_case(spec: Spec, case: Case, maths: Maths = "fast", codec: Codec | None = None) -> Compiled:
+    """Lower one case and run the passes; strict for the reference, `maths` for the kernels.
+
+    codec  that of the case's storage, where it is made already
+    """
     program = lower(spec, case.flags, case.storage)
     pieces = passes.cut(program)
     strict = _placed(spec, passes.step(program, "strict", pieces=pieces))
     fast = strict if maths == "strict" else _placed(spec, passes.step(program, "fast", pieces=pieces))
-    decode = passes.step(lower_decode(spec, case.storage), "strict")
-    encode = passes.step(lower_encode(spec, case.storage), "strict")
-    return Compiled(case, strict, fast, decode, encode)
+    codec = codec or compile_codec(spec, case.storage)
+    return Compiled(case, strict, fast, codec.decode, codec.encode)
+
+
+def _compiled(spec: Spec, maths: Maths, cases: Iterable[Case]) -> list[Compiled]:
+    """The cases in their order; those that store the same have one codec."""
+    codecs: list[Codec] = []
+    found: list[Compiled] = []
+    for case in cases:
+        codec = next((x for x in codecs if x.storage == case.storage), None)
+        if codec is None:
+            codec = compile_codec(spec, case.storage)
+            codecs.append(codec)
+        found.append(compile_case(spec, case, maths, codec))
+    return found
 
 
 def _placed(spec: Spec, step: Step) -> Step:
     """The step with the spec's file, in what its stages say of their lines, under the name that generated text has."""
-    if not any(s.why for s in step.stages):
+    here = f"({relative(spec.loc.file)}:"
+    if not any(here in s.why for s in step.stages):
         return step
-    here, name = relative(spec.loc.file), targets.source_name(spec.loc.file)
-    return replace(step, stages=tuple(replace(s, why=s.why.replace(f"({here}:", f"({name}:")) for s in step.stages))
+    name = f"({targets.source_name(spec.loc.file)}:"
+    return replace(step, stages=tuple(replace(s, why=s.why.replace(here, name)) for s in step.stages))
 
 
 def _nodes(program: Program) -> Any:
@@ -226,7 +257,7 @@ def emit_plan(
     spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
 ) -> dict[str, str]:
     """File name -> text of generated/<spec>/<plan>/; `cases`: of which alone, all of them by default."""
-    compiled = [compile_case(spec, case, maths) for case in (targets.cases(spec, plan) if cases is None else cases)]
+    compiled = _compiled(spec, maths, targets.cases(spec, plan) if cases is None else cases)
     scalars, steps, codecs, kernels = Pool(), Pool(), Pool(), Pool()
     cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
     cpp_parts = Pool()  # of steps that take several stages
@@ -236,6 +267,7 @@ def emit_plan(
     whole, functions = Pool(), Functions(kernels)  # Triton's, of steps that take several stages
     tiles, limits = functions.tiles, functions.limits
     names: dict[str, str] = {}  # of stages' kernels: of equal ones the first one's
+    printed: dict[int, str] = {}  # the kernels of steps that are one, by their schedules: settings of flags share them
     helpers: set[str] = set()
     memory: dict[str, tuple[float, ...]] = {}  # tables that kernels read from there
     numbers: dict[str, list[str]] = {}  # which of them, by variant
@@ -276,11 +308,14 @@ def emit_plan(
             rows.append(row | {"stages": _stage_rows(c.fast, kernel_name, names)})
             continue
         (only,) = c.fast.stages
-        kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.host])
-        tiles[kernel_name] = triton.tile_elements(only.schedule)
-        limits[kernel_name] = triton.registers(only.schedule)
-        if kernel_name not in cpp_kernels:
-            cpp_kernels[kernel_name] = cpp.kernel(only.schedule, kernel_name, source)
+        kernel_name = printed.get(id(only.schedule), "")
+        if not kernel_name:
+            kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.host])
+            printed[id(only.schedule)] = kernel_name
+            tiles[kernel_name] = triton.tile_elements(only.schedule)
+            limits[kernel_name] = triton.registers(only.schedule)
+            if kernel_name not in cpp_kernels:
+                cpp_kernels[kernel_name] = cpp.kernel(only.schedule, kernel_name, source)
         rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
     scalar_names = host.needs(scalars.functions)
     head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "reference", "triton", "cpp")}
