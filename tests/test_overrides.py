@@ -652,6 +652,42 @@ def test_nothing_of_the_model_is_kept_alive() -> None:
     assert opt.plans()[3] == "int8_split24"
 
 
+@pytest.mark.parametrize("way", ["_apply", "load_state_dict", "assign"])
+def test_a_parameter_that_is_a_key_can_be_swapped_and_is_the_same_afterwards(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch swaps no tensors that are remembered weakly."""
+    models = [net(torch.float32), net(torch.float32)]
+    plain, opt = (AdamW(m.parameters(), plan="int8", overrides={m.head.weight: "fp32"}) for m in models)
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    for steps in (0, 1):
+        train(plain, models[0], steps)
+        train(opt, models[1], steps)
+        if way == "_apply":
+            models[1]._apply(torch.clone)
+        else:
+            models[1].load_state_dict(copy.deepcopy(models[1].state_dict()), assign=way == "assign")
+    train(plain, models[0], 1, seed=2)
+    train(opt, models[1], 1, seed=2)
+    same(*models, plain, opt)
+    assert opt.plans()[4] == "int8 (fp32 states)"
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_parameter_that_is_a_key_is_known_when_it_comes_back(forgotten: bool) -> None:
+    model = net()
+    opt = AdamW(model.parameters(), overrides={model.head.weight: "fp32"})
+    opt.param_groups.clear()
+    if forgotten:
+        other = nn.Parameter(torch.zeros(2))
+        opt.add_param_group({"params": [other]})
+        other.grad = torch.ones(2)
+        opt.step()
+        assert len(opt._dtypes) == 1
+    opt.add_param_group({"params": [model.body.weight, model.head.weight]})
+    assert sum("fp32 states" in plan for plan in opt.plans().values()) == 1
+
+
 def test_memory_says_what_each_plan_takes() -> None:
     model = nn.ModuleDict({"a": nn.Linear(64, 128, bias=False), "b": nn.Linear(64, 64, bias=False)}).bfloat16()
     text = str(AdamW(model.named_parameters(), overrides={"b": "fp32"}).memory())

@@ -200,7 +200,7 @@ class Optimizer(torch.optim.Optimizer):
         self._reset_caches()
         self._rules = rules.Rules(type(self), overrides, module)
         self._blocks = of_rows.Rules(type(self), blocks, module) if self.BLOCKS else None
-        every = [given_rules for given_rules in (self._rules, self._blocks) if given_rules is not None]
+        every = self._every_rules()
         if module is not None:
             self._rules.tables = rules.Tables(module)
             every[-1].tables = self._rules.tables
@@ -322,6 +322,8 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
+        for own in self._every_rules():
+            own.follow(tensors, held=True)
         if self._release is not None:
             self._release.attach()
 
@@ -373,6 +375,10 @@ class Optimizer(torch.optim.Optimizer):
         if not names and isinstance(kept, (list, tuple)) and len(kept) == len(tensors):
             return list(kept)
         return [names.get(id(p), first + i) for i, p in enumerate(tensors)]
+
+    def _every_rules(self) -> list[rules.Rules]:
+        """Those of the optimizer: of plans, and of blocks where its rule has such."""
+        return [own for own in (self._rules, self._blocks) if own is not None]
 
     def _overrides(
         self, given: Any, plan: PlanOption, tensors: list[Tensor], labels: list[Label]
@@ -815,6 +821,8 @@ class Optimizer(torch.optim.Optimizer):
                 bucket.names.append(name)
         if len(dtypes) > 2 * position:  # parameters were swapped for others: forget those that left
             live = {id(p) for group in self.param_groups for p in group["params"]}
+            for own_rules in self._every_rules():
+                own_rules.follow((p for key, (p, _) in dtypes.items() if key not in live), held=False)
             self._dtypes = {key: value for key, value in dtypes.items() if key in live}
         if any(flag.every is not None for flag in self.FLAGS):
             for made in buckets.values():

@@ -56,7 +56,8 @@ def is_flattened(p: Tensor) -> bool:
 
 
 class Rule:
-    """One entry of `overrides`, or of another option with such keys.  Modules and parameters are remembered weakly."""
+    """One entry of `overrides`, or of another option with such keys.  Modules are remembered weakly, as parameters are
+    until the optimizer has them."""
 
     def __init__(self, owner: str, option: str, key: Any, value: Any, has_model: bool) -> None:
         self.value, self.used = value, False
@@ -64,6 +65,7 @@ class Rule:
         self.size: tuple[Callable[[int, int], bool], int] | None = None
         self.kind: type[nn.Module] | None = None
         self.target: weakref.ref[Any] | None = None
+        self.number: int | None = None
         self.shown = repr(key)
         if isinstance(key, str):
             size = _SIZE.fullmatch(key)
@@ -97,10 +99,20 @@ class Rule:
 
     def targets(self) -> frozenset[int]:
         """ids of the parameters that a module or parameter stands for, as it is now."""
+        if self.number is not None:
+            return frozenset((self.number,))
         found = None if self.target is None else self.target()
         if isinstance(found, nn.Module):
             return frozenset(map(id, found.parameters()))
         return frozenset() if found is None else frozenset((id(found),))
+
+    def follow(self, p: Tensor, held: bool) -> None:
+        """From now on the optimizer holds the parameter p, or does so no more: if this rule is about p, it is known by
+        its id as long as it is held, because torch swaps no tensors that are remembered weakly."""
+        if held and self.target is not None and self.target() is p:
+            self.target, self.number = None, id(p)
+        elif not held and self.number == id(p):
+            self.target, self.number = weakref.ref(p), None
 
     def holds(self, member: Member, targets: Collection[int]) -> bool:
         if self.size is not None:
@@ -207,6 +219,13 @@ class Rules:
             f"name such parameters by patterns or modules, before the rule of sizes, or use "
             f"torch.distributed.fsdp.fully_shard"
         )
+
+    def follow(self, params: Iterable[Tensor], held: bool) -> None:
+        """The optimizer holds these parameters from now on, or does so no more."""
+        if any(rule.target is not None or rule.number is not None for rule in self.rules):
+            for p in params:
+                for rule in self.rules:
+                    rule.follow(p, held)
 
     def refuse_unused(self, members: Sequence[Member]) -> None:
         """ValueError where a rule that is not about sizes held for no parameter so far.
