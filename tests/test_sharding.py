@@ -44,7 +44,8 @@ def test_every_case_on_one_to_four_ranks() -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "cpp"])
 def test_kernels_over_parts(interpreter: dict[str, str], backend: str) -> None:
-    assert ran("kernels_over_parts", "--ranks", "2", "--kernels", backend, **interpreter) == ["2 kernels_over_parts"]
+    cases = ["kernels_over_parts", "parts_made_under_inference_mode"]
+    assert ran(*cases, "--ranks", "2", "--kernels", backend, **interpreter) == [f"2 {name}" for name in cases]
 
 
 MESHES = [

@@ -18,7 +18,8 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.two_tensor import TwoTensor
 
 import generated
-from generated import CAME, LAMB, AdamW, Muon
+import optgen
+from generated import CAME, LAMB, AdamW, Muon, ScheduleFreeAdamW
 from optgen.runtime import Optimizer, files, state
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,7 +209,8 @@ def test_weights_are_not_loaded_beside_what_torch_would_not_write(which: str) ->
     opt = AdamW([("weight", model.weight)], plan="int8_split24", backend="reference")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     other = {name: torch.ones_like(value, dtype=torch.float32) for name, value in before.items()}
-    text = rf"^parameter '{which}' \(float32 \[4\]\) was made under torch.inference_mode"
+    kind = "buffer" if which == "scale" else "parameter"
+    text = rf"^{kind} '{which}' \(float32 \[4\]\) was made under torch.inference_mode"
     with pytest.raises(RuntimeError, match=text):
         opt.load_master_state_dict(model, other)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -216,6 +218,30 @@ def test_weights_are_not_loaded_beside_what_torch_would_not_write(which: str) ->
     with torch.inference_mode():
         opt.load_master_state_dict(model, other)
     assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
+def test_what_torch_would_not_write_is_loaded_or_evaluated_not_even_in_part() -> None:
+    first = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    saving = AdamW([first], plan="int8_split24")
+    first.grad = torch.ones_like(first)
+    saving.step()
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        model = optgen.cast_model(nn.Linear(64, 64, bias=False), torch.bfloat16)
+        averaged = nn.Parameter(torch.ones(3))
+        averaged.grad = torch.ones(3)
+    before = model.weight.clone()
+    loading = AdamW([model.weight], plan="int8_split24")
+    with pytest.raises(ValueError, match=r"nothing was loaded:\n.*the parameter was made under torch.inference_mode"):
+        loading.load_state_dict(saving.dense_state_dict())
+    assert torch.equal(model.weight, before) and not loading.state
+    averaging = ScheduleFreeAdamW([averaged], backend="cpp", plan="fp32")
+    averaging.step()
+    before = averaged.clone()
+    with pytest.raises(RuntimeError, match=r"^parameter 0 \(float32 \[3\]\) was made under torch.inference_mode"):
+        averaging.eval()
+    assert torch.equal(averaged, before)
+    averaging.step()  # not in evaluation
 
 
 BACKENDS = ["reference", "triton", "cpp"]

@@ -106,10 +106,12 @@ class Bucket:
         """
         eager = self.backend == "reference"
         fields = self.variant.names if eager or self.variant.model_temps else ()
-        for p, s, name in zip(self.params, self.states, self.names, strict=True):
-            copied = not p.is_contiguous() or low_bits.ATTRIBUTE in p.__dict__
+        for p, s, name, shard in zip(self.params, self.states, self.names, self.shards, strict=True):
+            whole = shard is not None and shard.whole
+            copied = whole or not p.is_contiguous() or low_bits.ATTRIBUTE in p.__dict__
             if fields or eager or copied:
-                state.refuse_inference(p, s, fields, name, weight=eager or copied)
+                kept = {field: s.get(field) for field in fields}
+                state.refuse_inference(p, name, p if eager or copied else None, kept)
 
     def move_count(self, alone: bool) -> None:
         """The count of steps and the host states go to the device; the states take them over in `finish_counted`.

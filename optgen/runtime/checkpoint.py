@@ -649,7 +649,7 @@ def _load_one(
                 shown = made.pop("p")
                 if parts is not None and parts.gathered:  # p is a copy of all of it
                     p, shown = sharding.local(whole), sharding.part_of(shown, parts.layout)
-                rounded.append((whole if parts is None else p, shown))
+                _write_later([(whole if parts is None else p, shown)], rounded, where, misfits)
         return made if parts is None else parts.wrapped(made)
     for f in variant.fields:
         tensor = _field(f, p, found.get(f.name), where, misfits, arena)
@@ -662,8 +662,19 @@ def _load_one(
         read = layout.decode(plan, variant, p, made, coded) if coded else {}
         _numbers(read, coded, variant.nonneg, where, misfits)
         _headers(made, read, variant.fields, where, misfits)
-        rounded += [(whole if parts is None else q, shown) for q, shown in _true_rounding(plan, variant, p, made)]
+        found_here = [(whole if parts is None else q, shown) for q, shown in _true_rounding(plan, variant, p, made)]
+        _write_later(found_here, rounded, where, misfits)
     return made if parts is None else parts.wrapped(made)
+
+
+def _write_later(
+    found: list[tuple[Tensor, Tensor]], rounded: list[tuple[Tensor, Tensor]], where: str, misfits: Misfits
+) -> None:
+    """Notes what weights are to hold; a misfit for one that could not be written."""
+    for p, shown in found:
+        if state.of_inference(p):
+            misfits.add(f"{where}: the parameter {state.INFERENCE}")
+        rounded.append((p, shown))
 
 
 def _encode_apart(

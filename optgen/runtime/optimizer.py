@@ -1110,14 +1110,12 @@ class Optimizer(torch.optim.Optimizer):
         if self.evaluation is None or self._trained is not None:
             return
         with torch.no_grad():
+            started = [entry for entry in self._entries() if state.of(self.state, entry.p)]
+            for p, *_, name in started:
+                state.refuse_inference(p, name, sharding.local(p))
             found = [
-                (
-                    entry.p,
-                    entry.p.detach().clone(),
-                    evaluation.weights(type(self), entry.group, entry.p, kept, entry.name),
-                )
-                for entry in self._entries()
-                if (kept := state.of(self.state, entry.p))
+                (p, p.detach().clone(), evaluation.weights(type(self), group, p, self.state[p], name))
+                for p, group, _, name in started
             ]
             self._trained = {p: trained for p, trained, _ in found}
             for p, _, weights in found:
@@ -1129,7 +1127,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         with torch.no_grad():
             for p, value in self._trained.items():
-                p.copy_(value)
+                sharding.local(p).copy_(sharding.local(value))
         self._trained = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -1287,8 +1285,8 @@ class Optimizer(torch.optim.Optimizer):
                 _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name, kept or None)
                 if kept:
                     state.check(variant, p, kept, entry.name)
-                own = [f.name for f in variant.fields if f.owner == "p"]
-                state.refuse_inference(p, kept or {}, own, entry.name, weight=True)
+                own = {f.name: (kept or {}).get(f.name) for f in variant.fields if f.owner == "p"}
+                state.refuse_inference(p, entry.name, sharding.local(p), sharding.locals_of(own))
                 ready.append((plan, variant, p, kept, value, entry.group))
             if found.rest:
                 model.load_state_dict(found.rest, strict=False)

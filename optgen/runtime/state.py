@@ -4,8 +4,8 @@ done) and the host states (floats)."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -168,9 +168,12 @@ def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{dtype_name(dtype)} {list(shape)}"
 
 
-def label(p: Tensor, name: str | int) -> str:
-    """How errors call a parameter: its name, or its position over all groups."""
-    return f"parameter {name!r} ({describe(p.dtype, tuple(p.shape))})"
+def label(p: Tensor, name: str | int, kind: str = "parameter") -> str:
+    """How errors call a parameter: its name, or its position over all groups.
+
+    kind   what it is instead: a buffer
+    """
+    return f"{kind} {name!r} ({describe(p.dtype, tuple(p.shape))})"
 
 
 def create(
@@ -283,23 +286,39 @@ def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int
     )
 
 
-def refuse_inference(
-    p: Tensor, state: Mapping[str, Any], fields: Iterable[str], name: str | int, *, weight: bool
-) -> None:
-    """RuntimeError where torch is to write in place what was made under torch.inference_mode, outside of which it
-    writes that and then raises an error.
+INFERENCE = (
+    "was made under torch.inference_mode(), outside of which torch does not let it be written: make "
+    "the model outside of it"
+)
 
-    fields  of the state, those to be written
-    weight  whether the parameter itself is
+
+def of_inference(written: Tensor) -> bool:
+    """Whether torch must not write this tensor in place: it was made under torch.inference_mode, outside of which it
+    writes such a one and then raises an error.
+
+    written   of a DTensor what is written: its part on this rank, or itself
     """
-    if torch.is_inference_mode_enabled():
-        return
-    of_p = weight and p.is_inference()
-    found = [key for key in fields if isinstance(t := state.get(key), Tensor) and t.is_inference()]
-    if of_p or found:
-        what = "" if of_p else f"{found[0]} of "
-        raise RuntimeError(
-            f"{what}{label(p, name)} was made under torch.inference_mode(), outside of which torch does not let it be "
-            "written: make "
-            + ("the model outside of it" if of_p else "the first step outside of it, or every step under it")
-        )
+    return written.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def refuse_inference(
+    p: Tensor,
+    name: str | int,
+    weight: Tensor | None,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    kind: str = "parameter",
+) -> None:
+    """RuntimeError for a tensor that torch is not to write (`of_inference`).
+
+    p, name, kind   how errors call it (`label`)
+    weight          what will be written of p, where anything is
+    fields          of its state those that will be written, by name
+    """
+    if weight is not None and of_inference(weight):
+        raise RuntimeError(f"{label(p, name, kind)} {INFERENCE}")
+    for key, value in fields.items():
+        if isinstance(value, Tensor) and of_inference(value):
+            raise RuntimeError(
+                f"{key} of {label(p, name, kind)} was made under torch.inference_mode(), outside of which torch does "
+                f"not let it be written: make the first step outside of it, or every step under it"
+            )

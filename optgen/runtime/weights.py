@@ -173,7 +173,8 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
                 value = sharding.wrapped(sharding.part_of(value, of).to(target.device), of)
             loading.rest[name] = value
             if isinstance(target, Tensor):
-                state.refuse_inference(target, {}, (), name, weight=True)
+                kind = "parameter" if isinstance(target, nn.Parameter) else "buffer"
+                state.refuse_inference(target, name, target, kind=kind)
     misfits.stop()
     return loading
 
