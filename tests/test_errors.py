@@ -15,6 +15,8 @@ import pytest
 
 from optgen.base.errors import TABLE, UserError, did_you_mean
 from optgen.base.loc import Loc
+from optgen.driver.load import find_spec
+from optgen.driver.project import read_config
 from optgen.lang import Spec
 from optgen.lang.source import forget
 
@@ -84,6 +86,46 @@ def test_carets_count_characters_not_bytes(tmp_path: Path) -> None:
     start = len("x = 'βeta' + ".encode())
     lines = str(UserError("E104", loc=Loc(str(file), 1, start, 1, start + 1), got="y")).splitlines()
     assert lines[2].index("y") == lines[3].index("^")
+
+
+@pytest.mark.parametrize(
+    ("row", "encoding", "column", "marked"),
+    [
+        ("é = 'ééé'; x = (1, 2 3)", "utf-8", 20, "2 3"),
+        ("é = 'ééé'; x = (1, 2 3)", "latin-1", 20, "2 3"),
+        ("é = 'ééé'; é + )", "utf-8", 16, ")"),
+        ("é = 'ééé'; return é", "utf-8", 12, "return é"),
+        ("é = 'ééé'; return é", "latin-1", 12, "return é"),
+    ],
+)
+def test_what_python_cannot_read_is_marked_in_characters(
+    row: str, encoding: str, column: int, marked: str, tmp_path: Path
+) -> None:
+    """Python itself counts either, by what it was doing."""
+    file = tmp_path / "broken.py"
+    file.write_text(f"# -*- coding: {encoding} -*-\n{row}\n", encoding)
+    with pytest.raises(UserError) as caught:
+        find_spec(str(file))
+    *_, place, line, marks, _ = str(caught.value).splitlines()
+    assert place.endswith(f"broken.py:2:{column}")
+    assert "".join(c for c, mark in zip(line, marks.ljust(len(line)), strict=True) if mark == "^") == marked
+
+
+@pytest.mark.parametrize(
+    ("before", "encoding"),
+    [(b"", "utf-8"), (b"\xef\xbb\xbf", "utf-8"), (b"# -*- coding: euc-jp -*-\n", "euc-jp")],
+)
+def test_a_byte_that_is_no_text_is_counted_in_characters(before: bytes, encoding: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_bytes(before + "# 日本 ".encode(encoding) + b"\xff\n")
+    with pytest.raises(UserError, match=f"broken.py:{1 + before.count(10)}:6\n"):
+        find_spec(str(file))
+
+
+def test_columns_of_toml_are_characters(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.optgen]\n"ééé" = 2 x\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"pyproject.toml:2:11\n  2 \| \"ééé\" = 2 x\n    \|           \^\n"):
+        read_config(tmp_path)
 
 
 def test_two_places_are_printed_in_order() -> None:

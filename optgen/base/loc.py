@@ -12,7 +12,8 @@ from types import CodeType, FrameType
 
 @dataclass(frozen=True)
 class Loc:
-    """A span in a file; columns are 0-based, lines 1-based; `function` is the enclosing function's name."""
+    """A span in a file; columns are 0-based bytes of UTF-8, as Python's are, lines 1-based; `function` is the enclosing
+    function's name."""
 
     file: str
     line: int
@@ -35,6 +36,17 @@ class Loc:
 
     def source(self) -> str:
         return linecache.getline(self.file, self.line).rstrip("\n")
+
+
+def of_characters(file: str, line: int, col: int, end_line: int = 0, end_col: int = 0) -> Loc:
+    """A span whose columns count characters."""
+    start, end = _in_bytes(file, line, col), _in_bytes(file, end_line, end_col)
+    return Loc(file, line, start, end_line, end)
+
+
+def _in_bytes(file: str, line: int, col: int) -> int:
+    row = linecache.getline(file, line)  # "" where it cannot be read: `Loc.column` takes the number as it is, too
+    return len(row[:col].encode()) + max(col - len(row), 0)
 
 
 def relative(file: str) -> str:

@@ -12,10 +12,11 @@ import contextlib
 import hashlib
 import importlib.util
 import inspect
+import linecache
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,7 @@ import optgen.formats
 import optgen.lang
 from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean, said
-from optgen.base.loc import Loc, of_frame, relative
+from optgen.base.loc import Loc, of_characters, of_frame, relative
 from optgen.formats.plan import Plan
 from optgen.lang import policies
 from optgen.lang.refusals import FUNCTIONS, instead_of
@@ -354,13 +355,25 @@ def _package(name: str) -> ModuleType | None:
     return None
 
 
+def _place(error: SyntaxError, file: str) -> Loc:
+    """Where a file is no Python.
+
+    Python counts columns in bytes of UTF-8 once it has a tree (`return` outside of a function); before, in characters
+    of a text, and of a file in either.  So the file is parsed again, as a text.
+    """
+    make: Callable[..., Loc] = Loc
+    try:
+        ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError as again:
+        error, make = again, of_characters
+    line, column = error.lineno or 1, max((error.offset or 1) - 1, 0)
+    return make(file, line, column, error.end_lineno or line, max((error.end_offset or 0) - 1, column))
+
+
 def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
     """A fault in a user's file, with its place."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        column = max((error.offset or 1) - 1, 0)
-        end = max((error.end_offset or 0) - 1, column)
-        place = Loc(error.filename, error.lineno, column, error.end_lineno or error.lineno, end)
-        return UserError("E401", loc=place, text=f"{type(error).__name__}: {error.msg}")
+        return UserError("E401", loc=_place(error, error.filename), text=f"{type(error).__name__}: {error.msg}")
     if isinstance(error, (SyntaxError, ValueError)) and error.__traceback__ and error.__traceback__.tb_next is None:
         return UserError("E401", loc=Loc(str(file), 1), text=str(error))  # null bytes, a wrong encoding
     place = Loc(str(file), 1)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optgen.base.errors import UserError, did_you_mean
-from optgen.base.loc import Loc, relative
+from optgen.base.loc import Loc, of_characters, relative
 from optgen.driver import load
 
 Maths = Literal["strict", "fast"]
@@ -71,7 +71,7 @@ def read_config(project: Path) -> Config:
         raise load.unreadable(file, error) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         at = re.search(r"at line (\d+), column (\d+)", str(error))
-        place = Loc(str(file), int(at[1]), int(at[2]) - 1) if at else Loc(str(file), 1)
+        place = of_characters(str(file), int(at[1]), int(at[2]) - 1) if at else Loc(str(file), 1)
         raise UserError("E401", loc=place, text=str(error), note="TOML cannot read this file") from None
     tools = data.get("tool", {})
     if not isinstance(tools, dict):  # that of another tool, too; there is nothing of optgen's in it

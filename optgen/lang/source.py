@@ -21,7 +21,7 @@ from types import CodeType
 from typing import Any
 
 from optgen.base.errors import UserError
-from optgen.base.loc import Loc, of_code, relative
+from optgen.base.loc import Loc, of_characters, of_code, relative
 
 Span = tuple[int, int, int, int]  # line, column, end line, end column; lines from 1, columns from 0
 
@@ -74,8 +74,8 @@ def check_encoding(file: str, data: bytes) -> None:
         raise UserError("E401", text=text, hint=hint) from None
     except UnicodeDecodeError as error:
         read = error.object  # the data, behind the mark that it may begin with
-        start = read.rfind(b"\n", 0, error.start) + 1
-        place = Loc(file, read.count(b"\n", 0, error.start) + 1, error.start - start)
+        rows = read[: error.start].decode(encoding, errors="replace").removeprefix("\ufeff").split("\n")
+        place = of_characters(file, len(rows), len(rows[-1]))
         named = "UTF-8" if encoding.startswith("utf-8") else encoding
         text = f"the byte 0x{read[error.start]:02x} is not valid {named}"
         raise UserError("E401", loc=place, text=text, hint=hint) from None
@@ -151,7 +151,8 @@ class Source:
     def head(self) -> Loc:
         """The `def` line's name."""
         start = self.node.col_offset + len("def ")
-        return Loc(self.file, self.node.lineno, start, self.node.lineno, start + len(self.name), self.name)
+        end = start + len(self.name.encode())
+        return Loc(self.file, self.node.lineno, start, self.node.lineno, end, self.name)
 
     @cached_property
     def parameters(self) -> dict[str, Loc]:
