@@ -507,6 +507,44 @@ def test_the_error_of_a_compressed_sum_is_bounded_and_has_no_bias() -> None:
     assert mean.abs().mean() < 0.5 * torch.stack(errors).abs().mean()
 
 
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("first", ["optimizer", "handle"])
+def test_sums_after_a_checkpoint_continue_bit_for_bit(first: str, renamed: bool) -> None:
+    """Those that were pending while a checkpoint with other names was loaded go by these."""
+
+    def made(model: Net, wrapper: str = "") -> tuple[Optimizer, Any]:
+        opt = optim.AdamW([(f"{wrapper}{name}", p) for name, p in model.named_parameters()])
+        return opt, opt.release_gradients(model, accumulate=3, accumulator=accumulator("int8"))
+
+    def windows(model: Net, opt: Optimizer, start: int) -> None:
+        for k in range(start, 9):
+            model.loss(k).backward()
+            if k % 3 == 2:
+                opt.step()
+
+    a, b = net(), net()
+    opt_a, handle_a = made(a)
+    a.loss(0).backward()
+    if renamed:
+        opt_a.load_state_dict(made(net(), "module.")[0].state_dict())
+    for k in (1, 2):
+        a.loss(k).backward()
+    opt_a.step()
+    saved: dict[str, Any] = copy.deepcopy({"optimizer": opt_a.state_dict(), "handle": handle_a.state_dict()})
+    b.load_state_dict(a.state_dict())
+    opt_b, handle_b = made(b)
+    loads = {"optimizer": opt_b.load_state_dict, "handle": handle_b.load_state_dict}
+    for name in (first, *(loads.keys() - {first})):
+        loads[name](saved[name])
+    windows(a, opt_a, 3)
+    windows(b, opt_b, 3)
+    same(a, b, opt_a, opt_b)
+    assert set(handle_a.state_dict()["sums"].values()) == {3}
+    with pytest.raises(TypeError, match="sums"):
+        handle_a.load_state_dict({"previous_norm": None, "sums": [1]})
+    handle_a.load_state_dict({"previous_norm": None})  # of before there were such
+
+
 def test_removing_and_flushing_lose_no_sum() -> None:
     model = net(torch.float32)
     opt = optim.AdamW(model.parameters())

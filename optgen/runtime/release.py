@@ -192,7 +192,8 @@ class Handle:
         self._release.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact continuation needs beside the optimizer's state dict: the norm of the last step.
+        """What an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how many
+        sums of micro-batches each parameter has had.
 
         RuntimeError where sums of micro-batches are waiting: save between updates.
         """
@@ -250,6 +251,7 @@ class Release:
         weakref.finalize(self, _unhook, self._hooks).atexit = False
         self._norms: dict[int, Tensor] = {}
         self._previous: Tensor | None = None
+        self._counts: dict[str | int, int] = {}
         self._looked = False
         self._refuse_wrappers()
         wanted = self._wanted()
@@ -337,7 +339,7 @@ class Release:
 
     def _give_sums(self, one: One) -> None:
         if self._accumulator is not None and one.sums is None:
-            one.sums = Sums(self._accumulator, one.p, one.name)
+            one.sums = Sums(self._accumulator, one.p, one.name, self._counts.get(one.name, 0))
 
     def _place(self, one: One) -> None:
         p = one.p
@@ -429,8 +431,10 @@ class Release:
                 one.refresh(self.optimizer)
                 if old is not None:
                     one.summed, one.trained = old.summed, old.trained
-                    if old.summed or old.name == name:  # its random bits go by the name
+                    if old.summed or old.name == name:
                         one.sums = old.sums
+                        if one.sums is not None:
+                            one.sums.rename(name)
                 self._give_sums(one)
                 self._place(one)
             for key in left:
@@ -514,23 +518,35 @@ class Release:
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact continuation needs beside the optimizer's state dict: the norm of the last step.
+        """What an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how many
+        sums of micro-batches each parameter has had, by name (by position where it has none).
 
         RuntimeError where sums of micro-batches are waiting: save between updates.
         """
         if any(one.summed for one in self._ones.values()):
             raise RuntimeError("release_gradients: micro-batches are waiting for their update; save after step()")
-        return {"previous_norm": None if self._previous is None else self._previous.clone()}
+        found: dict[str, Any] = {"previous_norm": None if self._previous is None else self._previous.clone()}
+        with self._lock:
+            self.attach()
+            sums = {one.name: one.sums.count for one in self._ones.values() if one.sums is not None}
+        return {**found, "sums": sums} if sums else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; TypeError for anything else."""
-        norm = state_dict.get("previous_norm", self)
-        if norm is self or not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)):
+        norm, sums = state_dict.get("previous_norm", self), state_dict.get("sums", {})
+        counts = [type(count) is int and count >= 0 for count in sums.values()] if isinstance(sums, dict) else [False]
+        if norm is self or not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)) or not all(counts):
             raise TypeError(
                 f"release_gradients: expected what the handle's state_dict() gave, {{'previous_norm': a tensor of one "
-                f"element or None}}, got {state_dict!r:.80}"
+                f"element or None, 'sums': numbers by name}}, got {state_dict!r:.80}"
             )
         self._previous = None if norm is None else norm.detach().to(torch.float32).reshape(()).clone()
+        self._counts = dict(sums)
+        with self._lock:
+            self.attach()
+            for one in self._ones.values():
+                if one.sums is not None:
+                    one.sums.count = sums.get(one.name, one.sums.count)
 
 
 SCALED = (
@@ -544,11 +560,13 @@ class Sums:
     """The sum of a parameter's gradients over micro-batches, kept by an optimizer whose rule is that sum.
 
     In the place of the weight stands the gradient itself, which so takes the sum.
+
+    count   the sums before this one: each draws other random bits
     """
 
-    __slots__ = ("_entry", "_keeper", "_zeros")
+    __slots__ = ("_entry", "_keeper", "_seed", "_zeros", "count")
 
-    def __init__(self, make: Callable[[list[Tensor]], Optimizer], p: Tensor, name: str | int) -> None:
+    def __init__(self, make: Callable[[list[Tensor]], Optimizer], p: Tensor, name: str | int, count: int = 0) -> None:
         self._keeper = keeper = make([p])
         if not isinstance(getattr(keeper, "SPEC", None), str) or len(keeper.param_groups) != 1:
             raise TypeError(
@@ -556,16 +574,24 @@ class Sums:
                 f"accumulator('int8') does, got {keeper!r:.80}"
             )
         group = keeper.param_groups[0]
-        if group.get("overrides"):  # by the position that it has alone; from now on it has a name
-            group["overrides"] = tuple((name, plan) for _, plan in group["overrides"])
+        self.rename(name)  # what it keeps otherwise goes by the position that it has alone
         variant = refuse_sums(keeper, group, p, name)
         self._zeros = {f.name: f.zero for f in variant.fields}
-        group["params"], group["param_names"] = [], [name]
+        group["params"] = []
+        self._seed, self.count = group["seed"], count
         self._entry: dict[str, Any] | None = None
+
+    def rename(self, name: str | int) -> None:
+        """The parameter is called otherwise from now on, by which its random bits go."""
+        group = self._keeper.param_groups[0]
+        group["param_names"] = [name]
+        if group.get("overrides"):
+            group["overrides"] = tuple((name, plan) for _, plan in group["overrides"])
 
     def add(self, g: Tensor) -> None:
         """sum += g; g takes the new sum, rounded to its dtype."""
         keeper, g = self._keeper, sharding.waited(g)
+        keeper.param_groups[0]["seed"] = self._seed + self.count
         weight = g.detach()
         weight.grad = g.detach()
         keeper.param_groups[0]["params"] = [weight]
@@ -592,4 +618,6 @@ class Sums:
         for name, zero in self._zeros.items():
             if self._entry is not None:
                 self._entry[name].fill_(zero)
-        self._keeper.param_groups[0]["seed"] += 1
+        if self._entry is not None:
+            self._entry["step"] = 0
+        self.count += 1
