@@ -374,6 +374,16 @@ def test_help_is_quick_and_imports_no_compiler() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_is_built_is_judged_and_printed_without_torch() -> None:
+    """To import it takes a second, and no format of a ready-made plan is looked at from outside."""
+    code = (
+        "import sys\nfrom optgen.driver import build\nfrom optgen.driver.cli import main\nbuild.PROCESSES = 1\n"
+        "assert main(['build', 'signum', '--check']) == 0\nassert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # -- finding things
 
 

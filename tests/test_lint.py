@@ -40,6 +40,7 @@ from optgen.formats import (
 )
 from optgen.formats import bf16 as plain_bf16
 from optgen.formats.coded import HALF
+from optgen.formats.fp8 import numbers
 from optgen.lang import equal, exp, hyper, minimum, nonneg, optimizer, scalar, sqrt, state, where
 from optgen.lang.declare import StateDecl
 from optgen.lang.values import Num
@@ -493,6 +494,28 @@ def test_linear_codes_get_stuck_as_counted() -> None:
     fmt = Blocked(8, 64, linear, rounding="nearest")
     count, largest, _ = lint.stuck_set(fmt, 0.9)
     assert (count, largest) == (5, pytest.approx(5 / 127))
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2", "ue4m4", "ue5m3"])
+@pytest.mark.parametrize("decay", [0.5, 0.75, 0.9, 0.95, 0.99, 0.999])
+def test_floats_of_8_bits_get_stuck_as_counted(kind: str, decay: float) -> None:
+    """Each float beside the block's largest, encoded for real under a scale of 1; what reads for 0 aside."""
+    fmt = Fp8(kind, 16, rounding="nearest")
+    block = torch.tensor(numbers(kind)[1:])[:, None, None].repeat(1, 1, 16)
+    block[:, 0, 0] = fmt.largest
+    kept = fmt.decode(fmt.encode(torch.cat([block[..., :1], block[..., 1:] * decay], -1)))[:, 0, 1]
+    stuck = block[kept == block[:, 0, 1], 0, 1]
+    assert lint.stuck_set(fmt, decay)[0] == len(stuck)
+    assert lint.stuck_set(fmt, decay)[1] == pytest.approx(float(stuck.max()) / fmt.largest if len(stuck) else 0.0)
+
+
+def test_what_keeps_0_is_what_is_seen_to() -> None:
+    """By what formats are, and encoded for real: every format of the plans, those that have no 0 among them."""
+    found = {x for p in vars(plans).values() if isinstance(p, Plan) for x in (p.signed, p.nonneg, p.initial, p.small)}
+    found |= {Codebook((-1.0, -0.25, 0.5, 1.0), 2), Blocked(8, 64, signed=False)}
+    found |= {Fp8("ue4m4"), Fp8("ue5m3", zero="keep")}
+    seen = {fmt: lint._keeps_zero(fmt) for fmt in found}
+    assert seen == {fmt: lint._measured_zero(fmt) for fmt in found} and set(seen.values()) == {False, True}
 
 
 @optimizer()

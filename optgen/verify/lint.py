@@ -34,6 +34,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from optgen.base.errors import UserError
+from optgen.formats import fp8
 from optgen.formats.blocked import Blocked
 from optgen.formats.codebook import Codebook
 from optgen.formats.factored import Factored
@@ -309,6 +310,12 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
         return count, float(count > 0), "value"
     if isinstance(fmt, Codebook):
         return _stuck_entries(fmt, decay)
+    if isinstance(fmt, Fp8):
+        # Half of a gap is rounded to the even code, which is the number's own in every second gap.
+        pairs = enumerate(itertools.pairwise(fp8.numbers(fmt.kind)), 1)
+        apart = [(2 * decay * x - (below + x), k, x / fmt.largest) for k, (below, x) in pairs]
+        kept = [x for above, k, x in apart if above > 0 or above == 0 and k % 2 == 0]
+        return len(kept), max(kept, default=0.0), "block's maximum"
     if isinstance(fmt, (LogMax, LogMinMax)):
         return 1 << fmt.bits, 1.0, "value"  # unsigned: never a signed average's format
     return _measured_stuck_set(fmt, decay)
@@ -385,7 +392,21 @@ def _measured_cell(fmt: Format) -> float:
 
 @lru_cache(maxsize=1024)
 def _keeps_zero(fmt: Format) -> bool:
-    """Whether 0 next to other values comes back as 0."""
+    """Whether 0 next to other values comes back as 0.
+
+    Of the formats of this package by what they are: to ask them means to import torch, a second of a build.
+    """
+    if type(fmt) is Float:
+        return True
+    if type(fmt) is Codebook:
+        return 0.0 in fmt.table
+    if type(fmt) is Blocked or type(fmt) is Fp8:
+        return fmt.signed or fmt.zero == "keep"
+    return _measured_zero(fmt)
+
+
+def _measured_zero(fmt: Format) -> bool:
+    """For formats that this package does not know, and more complicated ones: 0 is encoded for real."""
     import torch
 
     fmt = fmt.of_vectors()
