@@ -36,6 +36,9 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 import generated  # noqa: E402
 import optgen  # noqa: E402
 from optgen.driver import targets  # noqa: E402
+from optgen.driver.compile import compile as compiled  # noqa: E402
+from optgen.lang import flag, hyper, mean, state  # noqa: E402
+from optgen.lang import optimizer as rule  # noqa: E402
 from optgen.ops import dtypes  # noqa: E402
 from optgen.runtime import checkpoint, files, optimizer, sharding  # noqa: E402
 from optgen.verify.differential import Values, compare, enclose, oracle  # noqa: E402
@@ -457,21 +460,31 @@ def sums_over_the_model(here: Here) -> None:
             assert torch.equal(value, found[0])
 
 
+@rule(cite="nobody")
+def mean_at_times(p, g, m=state(), *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), now=flag(every="k")):
+    """Sums over a tensor in every k-th step only."""
+    m = 0.9 * m + g
+    p = p - lr * m / ((mean(g * g) if now else 1) + 1e-8)
+    return p, m
+
+
 @case(2, 3)
 def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
-    """A gradient that one rank lacks counts as zeros there; one that all lack leaves the parameter alone."""
+    """A gradient that one rank lacks counts as zeros there, also at steps that send nothing: others follow, which
+    follow from how many were made; one that all lack leaves the parameter alone."""
     mesh = here.mesh(here.world)
-    for cls in (generated.LAMB, generated.Muon):
+    at_times = compiled(mean_at_times, plan="fp32")
+    for cls, without in ((generated.LAMB, (0, 1)), (generated.Muon, (0, 1)), (at_times, (0,)), (at_times, (1,))):
         pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 2500)], torch.float32)
         pieces[2] = Piece(pieces[2].value, mesh, [Shard(0)])
         here_only, zeros = [x.parameter(True) for x in pieces], [x.parameter(True) for x in pieces]
         one, two = (cls(params, plan="fp32", backend=here.backend) for params in (here_only, zeros))
-        for _ in range(2):
+        for step in range(2):
             for k, (p, q, piece) in enumerate(zip(here_only, zeros, pieces, strict=True)):
                 g = distribute_tensor(here.values(*piece.value.shape), mesh, piece.placements)
                 if k == 1:  # nobody
                     continue
-                lacks = k == 0 and here.rank == here.world - 1
+                lacks = k == 0 and step in without and here.rank == here.world - 1
                 p.grad = None if lacks else g
                 q.grad = torch.zeros_like(g) if lacks else g
             one.step()

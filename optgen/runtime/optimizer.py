@@ -922,7 +922,8 @@ class Optimizer(torch.optim.Optimizer):
         return {p: torch.zeros_like(p) for p in lacking}
 
     def _senders(self, sharded: type) -> list[Any]:
-        """The trainable parameters in whose step ranks send one another something."""
+        """The trainable parameters in whose step ranks send one another something, in this or in another one: which
+        one this is follows from how many were made, so that ranks have to count alike."""
         found: list[Any] = []
         chosen: dict[tuple[int, torch.dtype, torch.device, str | None], Choice] = {}
         for entry in self._entries():
@@ -931,16 +932,18 @@ class Optimizer(torch.optim.Optimizer):
                 kind = id(entry.group), entry.p.dtype, entry.p.device, own
                 choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False, own)
                 count = of_rows.of(type(self), entry.group).get(entry.name)
-                if self._sends(self._in_blocks(choice.variant(entry.p), entry.p, count, entry.name), entry.p):
+                variant = self._in_blocks(choice.variant(entry.p), entry.p, count, entry.name)
+                if self._sends(choice.plan, variant, entry.p):
                     found.append(entry.p)
         return found
 
-    def _sends(self, variant: Variant, p: Any) -> bool:
-        """Whether ranks send one another something in the step of a parameter."""
+    def _sends(self, plan: ModuleType, variant: Variant, p: Any) -> bool:
+        """Whether ranks send one another something in a step of a parameter."""
         of = sharding.layout_of(p)
         if not of.dims():
             return False
-        return bool(variant.stages) or sharding.mode(variant, of) == "gathered"
+        sends = any(v.stages for v in plans.at_steps(plan, variant, self.FLAGS))
+        return sends or sharding.mode(variant, of) == "gathered"
 
     def _shard(
         self, variant: Variant, p: Any, entry: state.State | None, position: int, name: str | int

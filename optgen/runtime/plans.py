@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optgen.runtime.records import Variant, dtype_name, in_blocks
+from optgen.runtime.records import Flag, Variant, dtype_name, in_blocks
 
 provider: Callable[[type, str], ModuleType] | None = None
 """(class, plan) -> module, for plans that were not built ahead; the module may hold its `reference` and
@@ -153,8 +153,9 @@ def at_step(module: ModuleType, variant: Variant, flags: tuple[tuple[str, bool],
     raise ValueError(f"plan {module.__name__.rpartition('.')[2]!r} has no kernel with {dict(flags)}")
 
 
-def at_steps(module: ModuleType, variant: Variant, following: Sequence[str]) -> Iterator[Variant]:
-    """The variants beside this one for every setting of the flags that change from step to step."""
+def at_steps(module: ModuleType, variant: Variant, flags: Sequence[Flag]) -> Iterator[Variant]:
+    """The variants beside this one for every setting of those flags that change from step to step."""
+    following = [flag.name for flag in flags if flag.every is not None]
     for values in itertools.product((False, True), repeat=len(following)):
         yield at_step(module, variant, tuple(zip(following, values, strict=True)))
 

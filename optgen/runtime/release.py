@@ -117,7 +117,7 @@ def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: st
     """The parameter's variant; ValueError where its rule needs other parameters' gradients."""
     cls = type(optimizer)
     _, plan, variant = checkpoint.select(cls, group, p, name)
-    for v in plans.at_steps(plan, variant, [flag.name for flag in cls.FLAGS if flag.every is not None]):
+    for v in plans.at_steps(plan, variant, cls.FLAGS):
         if v.model_temps or any(f.space == "model" for f in v.fields):
             what = ", ".join(v.model_temps) or "states of the model"
             raise ValueError(
