@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from optgen.driver.compile import compile as compiled
 from optgen.runtime import sharding
 from tools import check_sharding, scaling
 
@@ -124,3 +125,20 @@ def test_element_wise_rules_send_nothing_where_no_vector_cuts_blocks(rank: int) 
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert found.returncode == 0, found.stderr[-8000:]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_pieces_of_flattened_parameters_are_refused_by_rules_that_sum_at_some_steps_only(frozen: bool) -> None:
+    """Before the first step, which sums nothing, as much as before the one that does."""
+    cls = compiled(check_sharding.mean_at_times, plan="fp32")
+    p = torch.nn.Parameter(torch.ones(100), requires_grad=not frozen)
+    p._fsdp_flattened = True
+
+    def train() -> None:
+        opt = cls([("w", p)], plan="fp32", backend="reference")
+        p.requires_grad_().grad = torch.ones(100)
+        opt.step()
+
+    with pytest.raises(ValueError, match=r"'w' .* was flattened and cut by FullyShardedDataParallel: its rows are"):
+        train()
+    assert torch.equal(p, torch.ones(100))

@@ -858,7 +858,8 @@ def flattened(here: Here) -> None:
     # The same batch on both ranks: their average is each of them.
     device = torch.device("cpu") if here.device == "cpu" else torch.cuda.current_device()
     model = FullyShardedDataParallel(built(here), use_orig_params=True, device_id=device)
-    for cls, plan in ((generated.AdamW, "int8_split24"), (generated.AdamW, "bf16_sr"), (generated.CAME, "fp32")):
+    refusing = [(generated.AdamW, "int8_split24"), (generated.AdamW, "bf16_sr"), (generated.CAME, "fp32")]
+    for cls, plan in (*refusing, (compiled(mean_at_times, plan="fp32"), "fp32")):
         with refused(ValueError, "fully_shard"):
             cls([p for p in model.parameters() if p.numel()], plan=plan, backend=here.backend)
     # Ranks hold parts of other sizes, so they would decide otherwise.

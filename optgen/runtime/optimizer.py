@@ -502,8 +502,9 @@ class Optimizer(torch.optim.Optimizer):
                 self._refuse_flattened(p, name, plan, variant)
 
     def _refuse_flattened(self, p: Tensor, name: Label, plan: ModuleType, variant: Variant) -> None:
-        """ValueError for a piece of a flattened parameter that is to be stepped by more than its elements."""
-        if variant.stages or variant.stochastic or variant.block > 1 or plans.small_numel(plan):
+        """ValueError for a piece of a flattened parameter that any step is to take by more than its elements."""
+        beyond = [v for v in plans.at_steps(plan, variant, self.FLAGS) if v.stages or v.stochastic or v.block > 1]
+        if beyond or plans.small_numel(plan):
             raise ValueError(
                 f"{type(self).__name__}: {state.label(p, name)} was flattened and cut by FullyShardedDataParallel: its "
                 f"rows are lost, which this rule or plan needs; use torch.distributed.fsdp.fully_shard, or an "
