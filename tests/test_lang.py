@@ -947,3 +947,18 @@ def test_settings_that_a_needed_hyper_parameter_rules_out_do_not_exist() -> None
 
     both = [(s["nesterov"], s["has_momentum"]) for s in sgd.settings()]
     assert sorted(both) == [(False, False), (False, True), (True, True)]
+
+
+def test_flags_of_one_hyper_parameter_change_together_from_step_to_step() -> None:
+    @optimizer(cite="nobody")
+    def at_times(
+        p, g, *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), j=hyper(3, ge=1),
+        now=flag(every="k"), other=flag(every="j"), too=flag(every="k"), big=flag(False),
+    ):  # fmt: skip
+        p = p - lr * g * (2 if now else 1) * (3 if other else 1) * (5 if too else 1) * (7 if big else 1)
+        return p
+
+    settings = [tuple(found.values()) for found in at_times.at_steps({"other": True, "big": True})]
+    assert settings == [
+        (False, True, False, True), (False, False, False, True), (True, True, True, True), (True, False, True, True),
+    ]  # fmt: skip

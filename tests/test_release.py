@@ -605,6 +605,24 @@ def test_a_rule_that_sums_over_the_model_at_some_steps_is_refused_before_the_fir
         opt.release_gradients(model)
 
 
+@optimizer(cite="nobody")
+def sums_at_no_step(p, g, *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), now=flag(every="k"), too=flag(every="k")):
+    """Two flags that are always alike."""
+    size = 1
+    if now and not too:
+        size = 1 + model_total(g * g)
+    p = p - lr * g / size
+    return p
+
+
+def test_a_rule_whose_sums_over_the_model_no_step_takes_is_not_refused() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: compiled(sums_at_no_step)(m.named_parameters()))
+    opt_b.release_gradients(b)
+    train(opt_a, a, 3)
+    train(opt_b, b, 3)
+    same(a, b, opt_a, opt_b)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -655,3 +655,22 @@ def test_a_vector_is_refused_before_the_first_step_that_looks_at_its_rows(spec: 
     with pytest.raises(ValueError, match=text):
         opt.step()
     assert not opt.state and all(bool((p == 1).all()) for p in (good, bad))
+
+
+@optimizer(cite="nobody", name="AtNoTimes")
+def at_no_times(p, g, *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), now=flag(every="k"), too=flag(every="k")):
+    """Two flags that are always alike."""
+    damp = 1
+    if now and not too:
+        damp = damp + sqrt(row_mean(g * g))
+    p = p - lr * g / damp
+    return p
+
+
+def test_a_vector_is_taken_where_no_step_looks_at_rows() -> None:
+    p = torch.nn.Parameter(torch.ones(64))
+    opt = compiled(at_no_times, plan="fp32")([p], plan="fp32", backend="reference")
+    for _ in range(2):
+        p.grad = torch.ones(64)
+        opt.step()
+    assert bool((p < 1).all())

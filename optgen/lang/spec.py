@@ -157,11 +157,16 @@ class Spec:
         return frozenset(name for name, node in given.items() if node.op == "load" and node.attr == name)
 
     def at_steps(self, flags: Mapping[str, bool]) -> Iterator[dict[str, bool]]:
-        """These flags (the rest by default) with every setting of those that follow steps; first as they are."""
+        """These flags (the rest by default), first as they are, then with every other setting of those that follow
+        steps; flags of one hyper-parameter change together."""
         setting = {f.name: flags.get(f.name, f.default) for f in self.flags}
-        following = [f.name for f in self.flags if f.every]
-        for values in itertools.product(*((setting[name], not setting[name]) for name in following)):
-            yield {**setting, **dict(zip(following, values, strict=True))}
+        yield setting
+        given = {f.every: setting[f.name] for f in self.flags if f.every}
+        for values in itertools.product(*((on, not on) for on in given.values())):
+            on = dict(zip(given, values, strict=True))
+            found = {**setting, **{f.name: on[f.every] for f in self.flags if f.every}}
+            if found != setting:
+                yield found
 
     def moving(self, flags: Mapping[str, bool], state: str) -> dict[str, bool]:
         """These flags (the rest by default), those that follow steps set so that the state changes, if it ever does."""

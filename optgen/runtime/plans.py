@@ -154,10 +154,13 @@ def at_step(module: ModuleType, variant: Variant, flags: tuple[tuple[str, bool],
 
 
 def at_steps(module: ModuleType, variant: Variant, flags: Sequence[Flag]) -> Iterator[Variant]:
-    """The variants beside this one for every setting of those flags that change from step to step."""
-    following = [flag.name for flag in flags if flag.every is not None]
-    for values in itertools.product((False, True), repeat=len(following)):
-        yield at_step(module, variant, tuple(zip(following, values, strict=True)))
+    """The variants beside this one for every setting of those flags that change from step to step; flags of one
+    hyper-parameter change together."""
+    following = [(flag.name, flag.every) for flag in flags if flag.every is not None]
+    intervals = dict.fromkeys(every for _, every in following)
+    for values in itertools.product((False, True), repeat=len(intervals)):
+        on = dict(zip(intervals, values, strict=True))
+        yield at_step(module, variant, tuple((name, on[every]) for name, every in following))
 
 
 def small_numel(module: ModuleType) -> int:
