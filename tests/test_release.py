@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import optgen.optim as optim
 from optgen.accumulate import accumulator
 from optgen.driver.compile import compile as compiled
-from optgen.lang import flag, hyper, model_total, optimizer
+from optgen.lang import flag, hyper, model_total, newton_schulz, optimizer, state
 from optgen.runtime import Optimizer, plans, sharding
 from optgen.verify import bounds
 from tests.harness import plan_of, same_bits
@@ -621,6 +621,32 @@ def test_a_rule_whose_sums_over_the_model_no_step_takes_is_not_refused() -> None
     train(opt_a, a, 3)
     train(opt_b, b, 3)
     same(a, b, opt_a, opt_b)
+
+
+@optimizer(cite="nobody")
+def product_at_times(p, g, m=state(), *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), now=flag(every="k")):
+    """A matrix product, whose kernels need room as large as the parameter, in every k-th step only."""
+    m = 0.9 * m + g
+    p = p - lr * (newton_schulz(m) if now else m)
+    return p, m
+
+
+def test_room_that_only_some_steps_need_is_freed_with_the_gradient() -> None:
+    def held() -> int:
+        gc.collect()
+        tensors = [x for x in gc.get_objects() if type(x) is Tensor and x.layout is torch.strided]
+        return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+    p = nn.Parameter(torch.ones(128, 128))
+    opt = compiled(product_at_times, plan="fp32")([p], plan="fp32", backend="cpp")
+    with opt.release_gradients():
+        kept = []
+        for _ in range(3):
+            (p * p).sum().backward()
+            opt.step()
+            kept.append(held())
+    assert opt.state[p]["step"] == 3
+    assert max(kept) - kept[0] < p.numel()
 
 
 @pytest.mark.parametrize(

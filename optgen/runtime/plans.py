@@ -154,8 +154,8 @@ def at_step(module: ModuleType, variant: Variant, flags: tuple[tuple[str, bool],
 
 
 def at_steps(module: ModuleType, variant: Variant, flags: Sequence[Flag]) -> Iterator[Variant]:
-    """The variants beside this one for every setting of those flags that change from step to step; flags of one
-    hyper-parameter change together."""
+    """The variants beside this one for every setting of those flags that change from step to step, that of the usual
+    step first; flags of one hyper-parameter change together."""
     following = [(flag.name, flag.every) for flag in flags if flag.every is not None]
     intervals = dict.fromkeys(every for _, every in following)
     for values in itertools.product((False, True), repeat=len(intervals)):

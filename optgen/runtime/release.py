@@ -44,9 +44,12 @@ class One:
     summed   micro-batches since the last update
     sums     keeps the sum of their gradients, where that is not p.grad itself
     trained  whether a gradient has come since the user's last step()
+    roomy    whether a step, this or another one, needs room as large as the parameter
     """
 
-    __slots__ = ("flags", "group", "name", "number", "p", "place", "stepper", "summed", "sums", "trained", "variant")
+    __slots__ = (
+        "flags", "group", "name", "number", "p", "place", "roomy", "stepper", "summed", "sums", "trained", "variant",
+    )  # fmt: skip
 
     def __init__(self, optimizer: Optimizer, p: Tensor, number: int, place: int, name: str | int) -> None:
         self.p, self.number, self.place, self.name = p, number, place, name
@@ -61,6 +64,7 @@ class One:
         self.sums: Sums | None = None
         self.flags: object = None
         self.variant: Variant | None = None
+        self.roomy = False
 
     def step(self, optimizer: Optimizer) -> None:
         """The update of p from p.grad, in the name of `optimizer`."""
@@ -73,8 +77,8 @@ class One:
         stepper._room = None
         if kept is not stepper.state[p]:
             optimizer.state[p] = stepper.state[p]
-        if self.variant is not None and any(t.space == "elem" for t in self.variant.temps):
-            stepper._forget_tables()  # the room for the temps is as large as the parameter
+        if self.roomy:
+            stepper._forget_tables()
             stepper._offload.forget_tables()
 
     def is_alone(self, optimizer: Optimizer) -> bool:
@@ -97,7 +101,9 @@ class One:
         own = group.get("overrides"), group.get("blocks")
         flags = (group["plan"], *own, options.flags_of(type(optimizer), group, tuple(self.p.shape)))
         if flags != self.flags:
-            self.variant = refuse_sums(optimizer, group, self.p, self.name)
+            steps = refuse_sums(optimizer, group, self.p, self.name)
+            self.variant = steps[0]
+            self.roomy = any(temp.space == "elem" for variant in steps for temp in variant.temps)
             self.flags = flags
 
 
@@ -113,11 +119,13 @@ def _give_room(optimizer: Optimizer, ones: Iterable[One]) -> None:
         one.stepper._room = rooms[one.number]
 
 
-def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: str | int) -> Variant:
-    """The parameter's variant; ValueError where its rule needs other parameters' gradients."""
+def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: str | int) -> list[Variant]:
+    """The variants of the parameter's steps, the usual one first; ValueError where its rule needs other parameters'
+    gradients."""
     cls = type(optimizer)
     _, plan, variant = checkpoint.select(cls, group, p, name)
-    for v in plans.at_steps(plan, variant, cls.FLAGS):
+    steps = list(plans.at_steps(plan, variant, cls.FLAGS))
+    for v in steps:
         if v.model_temps or any(f.space == "model" for f in v.fields):
             what = ", ".join(v.model_temps) or "states of the model"
             raise ValueError(
@@ -126,7 +134,7 @@ def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: st
                 f"a norm over the model, take the rule that does not, and release_gradients(clip=..., "
                 f"clip_by='previous_norm')"
             )
-    return variant
+    return steps
 
 
 class Hook:
@@ -575,7 +583,7 @@ class Sums:
             )
         group = keeper.param_groups[0]
         self.rename(name)  # what it keeps otherwise goes by the position that it has alone
-        variant = refuse_sums(keeper, group, p, name)
+        variant = refuse_sums(keeper, group, p, name)[0]
         self._zeros = {f.name: f.zero for f in variant.fields}
         group["params"] = []
         self._seed, self.count = group["seed"], count
