@@ -1103,6 +1103,15 @@ def evaluates_and_swaps(here: Here) -> None:
     runs.same()
 
 
+@rule(cite="nobody")
+def stored_at_times(p, g, m=state(), *, lr=hyper(1e-2, ge=0), k=hyper(2, ge=1), now=flag(every="k")):
+    """Keeps a state anew, under random bits, in every k-th step only."""
+    if now:
+        m = 0.9 * m + g
+    p = p - lr * (g + m)
+    return p, m
+
+
 @case(2)
 def refuses_what_it_cannot_do(here: Here) -> None:
     """With what was found and what to do; nothing has changed."""
@@ -1115,6 +1124,9 @@ def refuses_what_it_cannot_do(here: Here) -> None:
     stack = Piece(here.values(4, 64, 128, dtype=torch.bfloat16), mesh, [Shard(1)])
     with refused(ValueError, "dimension 0"):
         Runs(here, generated.CAME, [stack], plan="int8_split24")
+    deep = Piece(here.values(4, 6, 8), mesh, [Shard(2)])
+    with refused(ValueError, "cut along dimension 2", "counts random bits", "dimension 0 or 1"):
+        Runs(here, compiled(stored_at_times, plan="bf16_sr"), [deep], plan="bf16_sr")
     p = nn.Parameter(distribute_tensor(here.values(64, 64), mesh, [Shard(0)]))
     q = nn.Parameter(distribute_tensor(here.values(64, 64), mesh, [Shard(0)]))
     opt = generated.AdamW([p, q], plan="fp32", backend=here.backend)

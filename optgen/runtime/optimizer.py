@@ -497,7 +497,7 @@ class Optimizer(torch.optim.Optimizer):
             cls, name = type(self), names[i]
             _, plan, variant = checkpoint.select(cls, group, p, name)
             if not flattened:
-                self._shard(variant, p, None, first + i, name)
+                self._shard(plan, variant, p, None, first + i, name)
             else:
                 self._refuse_flattened(p, name, plan, variant)
 
@@ -764,7 +764,7 @@ class Optimizer(torch.optim.Optimizer):
                 entry = states.get(p)
                 shard = None
                 if sharded is not None and isinstance(p, sharded):
-                    shard = self._shard(variant, p, entry, start + i, name)
+                    shard = self._shard(choice.plan, variant, p, entry, start + i, name)
                 cut = shard.layout.roles(variant.matrix) if shard is not None and not shard.gathered else _UNCUT
                 step: Any = entry.get("step") if entry else None
                 host: Any = variant.host_start
@@ -947,11 +947,14 @@ class Optimizer(torch.optim.Optimizer):
         return sends or sharding.mode(variant, of) == "gathered"
 
     def _shard(
-        self, variant: Variant, p: Any, entry: state.State | None, position: int, name: str | int
+        self, plan: ModuleType, variant: Variant, p: Any, entry: state.State | None, position: int, name: str | int
     ) -> sharding.Shard:
-        """How a DTensor lies; ValueError where no kernel can update its parts."""
+        """How a DTensor lies; ValueError, before its first step, where no kernel can update its parts in every one."""
         try:
             parts = sharding.Parts.of(p, variant)
+            if not entry:
+                for other in plans.at_steps(plan, variant, self.FLAGS):
+                    sharding.mode(other, parts.layout)
         except ValueError as error:
             where = f"{tuple(p.placements)} over a mesh of {list(p.device_mesh.shape)}"
             raise ValueError(f"{type(self).__name__}: {state.label(p, name)}, {where}: {error}") from None
