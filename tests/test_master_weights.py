@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.multiprocessing  # tells ForkingPickler of tensors
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optgen import cast_model
 from optgen.optim import AdamW, ScheduleFreeAdamW
@@ -408,6 +409,11 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no tensor": (lambda s: s.update({"body.bias": 3}), "body.bias: expected bfloat16 [520], got 3"),
     "buffer": (lambda s: s.update({"ids": torch.ones(4)}), "ids: expected int64 [4], got float32 [4]"),
     "tied": (lambda s: s.update({"head.weight": s["head.weight"] + 1}), "head.weight: it is tied to embed.weight"),
+    "meta": (lambda s: s.update({"body.bias": s["body.bias"].to("meta")}), "[520], got one on the meta device"),
+    "sparse": (lambda s: s.update({"body.bias": s["body.bias"].to_sparse()}), "got one of layout torch.sparse_coo"),
+    "freed": (lambda s: s["body.bias"].untyped_storage().resize_(0), "[520], got one whose memory was freed"),
+    "fake": (lambda s: s.update({"body.bias": FakeTensorMode().from_tensor(s["body.bias"])}), "[520], got a fake one"),
+    "packed": (lambda s: s.update({"body.bias": torch.empty(520, dtype=torch.float4_e2m1fn_x2)}), "got float4_e2m1fn"),
 }  # fmt: skip
 
 
@@ -426,6 +432,45 @@ def test_weights_that_do_not_fit_change_nothing(case: str, when: str) -> None:
     if case in ("missing", "extra"):
         opt.load_master_state_dict(model, saved, strict=False)
         assert torch.equal(opt.master_state_dict(model)["embed.weight"], saved["embed.weight"])
+
+
+def freed(t: Tensor) -> Tensor:
+    t.untyped_storage().resize_(0)
+    return t
+
+
+UNWRITABLE: dict[str, tuple[Callable[[Net], object], str]] = {
+    "view": (lambda m: m.register_buffer("wide", torch.zeros(1).expand(4)), "wide: the model's is an expanded view"),
+    "freed buffer": (lambda m: m.register_buffer("wide", freed(torch.zeros(4))), "wide: the model's is one whose"),
+    "freed weight": (lambda m: freed(m.body.bias), "body.bias: the model's is one whose memory was freed"),
+    "meta weight": (lambda m: m.body.to("meta"), "body.bias: the model's is one on the meta device"),
+}
+
+
+@pytest.mark.parametrize("case", UNWRITABLE)
+def test_what_torch_cannot_write_in_the_model_is_seen_before_the_rest_is_written(case: str) -> None:
+    model = Net().bfloat16()
+    spoil, text = UNWRITABLE[case]
+    saved = {name: t.clone() for name, t in Net(3).state_dict().items()} | {"wide": torch.ones(4)}
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    spoil(model)
+    opt = AdamW(trained(model), plan="int8_split24")
+    with pytest.raises(ValueError, match="nothing was loaded") as caught:
+        opt.load_master_state_dict(model, saved, strict=False)
+    assert text in str(caught.value)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], before[name]) for name in before.keys() - {"body.weight", "body.bias"})
+
+
+def test_buffers_torch_writes_in_its_own_way_are_left_to_it() -> None:
+    """Sparse ones from sparse ones, and on the meta device nothing."""
+    model = nn.Linear(64, 64)
+    model.register_buffer("sparse", torch.eye(4).to_sparse())
+    model.register_buffer("meta", torch.zeros(4, device="meta"))
+    opt = AdamW(model.parameters())
+    found = opt.master_state_dict(model)
+    opt.load_master_state_dict(model, {**found, "sparse": found["sparse"] * 2})
+    assert torch.equal(model.sparse.to_dense(), 2 * torch.eye(4))
 
 
 def test_dtensors_that_do_not_fit_change_nothing(tmp_path: Any) -> None:

@@ -311,6 +311,14 @@ def has_values(value: Tensor) -> bool:
     return (last + 1) * value.element_size() <= value.untyped_storage().nbytes()
 
 
+def without_values(value: Tensor) -> str:
+    """What a tensor is that has none, as errors say it: "" where it has."""
+    if has_values(value):
+        return ""
+    strange = f"of layout {value.layout}" if value.layout is not torch.strided else "whose memory was freed"
+    return "on the meta device" if value.is_meta else strange
+
+
 def _is_there(entry: object) -> bool:
     """Whether there is a state, or something that is none in its place."""
     return bool(entry) if isinstance(entry, Mapping) else entry is not None
@@ -596,9 +604,7 @@ def _load_one(
     if not found:
         return None
     for key, value in found.items():
-        if isinstance(value, Tensor) and not has_values(value):
-            strange = f"of layout {value.layout}" if value.layout is not torch.strided else "whose memory was freed"
-            kind = "on the meta device" if value.is_meta else strange
+        if isinstance(value, Tensor) and (kind := without_values(value)):
             misfits.add(f"{where}: {key}: expected a tensor with values, got one {kind}")
             return None
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import layout, low_bits, sharding, state
+from optgen.runtime import checkpoint, layout, low_bits, sharding, state
 from optgen.runtime.misfits import Misfits
 from optgen.runtime.records import Variant
 
@@ -165,6 +165,9 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
                 if not _same(saved[other], value):
                     misfits.add(f"{name}: it is tied to {other}, but the two differ")
                 continue
+            if line := _unwritable(target, id(target) in owned):
+                misfits.add(f"{name}: the model's is {line}, which cannot be written")
+                continue
         if id(target) in owned:
             loading.owned.append((target, value))
         else:
@@ -184,18 +187,46 @@ def _describe(value: Any) -> str:
 
 
 def _misfit(target: Tensor, value: Any) -> str:
-    """What came, where it does not fit; any floating dtype is a weight."""
+    """What came, where it does not fit or torch could not read it; any floating dtype is a weight, but for codes that
+    are packed."""
     if not isinstance(value, Tensor):
         return f"{value!r:.80}"
-    if value.shape != target.shape or value.is_floating_point() != target.is_floating_point():
+    if value.shape != target.shape or _kind(value) != _kind(target):
         return _describe(value)
+    if value.layout is not target.layout:
+        return f"one of layout {value.layout}"
+    if state.is_fake(value) and not state.is_fake(target):
+        return "a fake one"
     if sharding.is_sharded(value):
         mesh: Any = getattr(value, "device_mesh", None)
         if not sharding.is_sharded(target):
             return f"a DTensor over {mesh}; full_tensor() makes it whole"
         if mesh != getattr(target, "device_mesh", None):
             return f"a DTensor over another mesh, {mesh}; full_tensor() makes it whole"
+    if value.layout is torch.strided and not (value.is_meta and target.is_meta):
+        without = checkpoint.without_values(sharding.local(value))
+        return without and f"one {without}"
     return ""
+
+
+def _kind(t: Tensor) -> tuple[bool, bool]:
+    """Whether a tensor is a weight, and whether its bytes are pairs of codes, between which and numbers torch copies
+    nothing."""
+    return t.is_floating_point(), t.dtype is torch.float4_e2m1fn_x2
+
+
+def _unwritable(target: Tensor, trained: bool) -> str:
+    """What a tensor of the model is, where torch could not write it.
+
+    trained   by the optimizer, which looks at what it writes: else torch writes nothing on the meta device
+    """
+    target = sharding.local(target)
+    if target.layout is not torch.strided:
+        return ""
+    if target.numel() and any(s == 0 and n > 1 for n, s in zip(target.shape, target.stride(), strict=True)):
+        return "an expanded view"
+    without = checkpoint.without_values(target) if trained or not target.is_meta else ""
+    return without and f"one {without}"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
