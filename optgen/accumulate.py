@@ -29,9 +29,8 @@ def accumulator(plan: Plan | str = "int8", *, seed: int = 0, backend: str = "aut
                    the format for signed states counts
     seed, backend  as for an optimizer
 
-    The sum that an update gets is off by at most one storing error per micro-batch but the last; under stochastic
-    plans to either side, by less in the root mean square than if all were rounded independently.  Tensors too small for
-    the plan are kept in fp32.
+    The sum that an update gets is off by at most one storing error per micro-batch but the last, under stochastic
+    plans to either side.  Tensors too small for the plan are kept in fp32.
     """
     made: Callable[..., Any] = compile(gradient_sum, plan)
     return functools.partial(made, seed=seed, backend=backend)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from optgen.accumulate import accumulator
 from optgen.backends.printer import Printer
 from optgen.backends.reference import SPELL
 from optgen.driver.compile import compile as compiled
@@ -23,6 +24,7 @@ from optgen.lower.noise import WINDOW, deal, places, word
 from optgen.runtime import keys
 from optgen.runtime.eager import Blocks, rotl
 from optgen.runtime.keys import step_key, stream_key
+from optgen.runtime.release import Sums
 from tests import harness
 
 N = 1 << 18
@@ -227,6 +229,30 @@ def test_a_weight_that_every_kth_step_sets_back_is_rounded_as_by_chance(k: int) 
     assert abs(float(off.mean())) <= SIGMAS * float(by_chance.std()) / math.sqrt(size)
     # A variance of 2^13 numbers of kurtosis 3 or less, twice.
     assert abs(math.log(float(off.var() / by_chance.var()))) <= SIGMAS * 2 / math.sqrt(size)
+
+
+@pytest.mark.parametrize("kind", ["one number", "each its own", "others each time"])
+def test_a_sum_of_32_is_off_by_less_than_one_rounded_by_chance(kind: str) -> None:
+    """Micro-batches in bf16: 31 sums are stored."""
+    size, rounds, chance = 1 << 12, 4, torch.Generator().manual_seed(5)
+    sums = Sums(accumulator("bf16_sr", backend="reference"), torch.nn.Parameter(torch.zeros(size)), "w")
+    ours, other = [], []
+    for _ in range(rounds):
+        each = 1 + torch.rand(size, generator=chance)
+        exact = total = torch.zeros(size).double()
+        for k in range(32):
+            if kind == "others each time":
+                each = torch.randn(size, generator=chance)
+            g = torch.full((size,), 1 + 2.0**-7 * 0.3) if kind == "one number" else each.clone()
+            exact = exact + g.double()
+            total = total + g.double() if k == 31 else rounded_by_chance(total + g.double(), chance)
+            sums.add(g)
+        sums.clear()
+        ours.append(g.double() - exact)  # g took the sum
+        other.append(total - exact)
+    squares = [torch.stack(found).square().mean() for found in (ours, other)]
+    # As above, of a mean square each.
+    assert float(squares[0] / squares[1]) < math.exp(-SIGMAS * 2 / math.sqrt(size * rounds))
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.98])

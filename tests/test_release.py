@@ -481,7 +481,7 @@ def error_bound(micro: list[Tensor], plan: str) -> Tensor:
     return error + 2.0**-24 * (total.abs() + error)
 
 
-def test_the_error_of_a_compressed_sum_is_bounded_and_has_no_bias() -> None:
+def test_the_error_of_a_compressed_sum_is_bounded_and_to_either_side() -> None:
     torch.manual_seed(3)
     n, rounds = 6, 40
     p = nn.Parameter(torch.zeros(64, 128))

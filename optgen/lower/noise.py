@@ -8,7 +8,7 @@ Over time the bits are evenly spread rather than independent: within a window of
 parts of its range once each, in van der Corput's order (a random start, and on it the bits of the step's number
 reversed); a field of b < 8 bits its 2^b values, again and again.  An average over some steps sees far less noise so.
 Each draw by itself is uniform, and rounding unbiased; fields of one element walk through a window side by side, so
-their noise is not independent over it.
+their noise is not independent over it, and what was rounded under one draw is not independent of the next.
 """
 
 from __future__ import annotations

@@ -311,11 +311,7 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
     if isinstance(fmt, Codebook):
         return _stuck_entries(fmt, decay)
     if isinstance(fmt, Fp8):
-        # Half of a gap is rounded to the even code, which is the number's own in every second gap.
-        pairs = enumerate(itertools.pairwise(fp8.numbers(fmt.kind)), 1)
-        apart = [(2 * decay * x - (below + x), k, x / fmt.largest) for k, (below, x) in pairs]
-        kept = [x for above, k, x in apart if above > 0 or above == 0 and k % 2 == 0]
-        return len(kept), max(kept, default=0.0), "block's maximum"
+        return _stuck_floats(fmt, decay)
     if isinstance(fmt, (LogMax, LogMinMax)):
         return 1 << fmt.bits, 1.0, "value"  # unsigned: never a signed average's format
     return _measured_stuck_set(fmt, decay)
@@ -325,6 +321,14 @@ def _stuck_entries(fmt: Codebook, decay: float) -> tuple[int, float, str]:
     ends = (-1.0, *tables.cell_ends(fmt.table, fmt.ties), math.inf)
     kept = [abs(x) for i, x in enumerate(fmt.table) if x and ends[i] <= decay * x < ends[i + 1]]
     return len(kept), max(kept, default=0.0), "scale"
+
+
+def _stuck_floats(fmt: Fp8, decay: float) -> tuple[int, float, str]:
+    # Half of a gap is rounded to the even code, which is the number's own in every second gap.
+    pairs = enumerate(itertools.pairwise(fp8.numbers(fmt.kind)), 1)
+    apart = [(2 * decay * x - (below + x), code, x / fmt.largest) for code, (below, x) in pairs]
+    kept = [x for above, code, x in apart if above > 0 or above == 0 and code % 2 == 0]
+    return len(kept), max(kept, default=0.0), "block's maximum"
 
 
 def _measured_stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
