@@ -311,19 +311,20 @@ def load(
 def without_spills(
     options: Mapping[str, Any], spills: Callable[[Mapping[str, Any]], int], warps: int
 ) -> dict[str, Any]:
-    """`options` with the least "maxnreg", in steps of 16 registers, at which a kernel does not spill; without one where
+    """`options` with a "maxnreg" at which a kernel does not spill, found in steps of an eighth of it; without one where
     it spills at all that a program of so many warps can have.
 
     spills  compiles it that way, and says how many registers it takes where it spills, else 0
 
     A compiler that is told no limit aims at a number of programs for each processor, and spills for one more: told
-    16 registers more than it took, it has room.
+    a little more than it took, it has room.  Processors give a thread 8 registers at a time.
     """
     most = registers(warps)
     free = {name: value for name, value in options.items() if name != "maxnreg"}
     found = dict(options)
     while taken := spills(found):
-        limit = found.get("maxnreg", taken // 16 * 16) + 16
+        limit = found.get("maxnreg", taken // 8 * 8)
+        limit += 8 * max(limit // 64, 1)
         if limit > most:
             if found != free:
                 spills(free)

@@ -91,12 +91,14 @@ def _limits(kernels: ModuleType, device: torch.device, function: str) -> dict[st
 def limits(kernels: ModuleType, function: str, major: int) -> dict[str, int]:
     """What NVIDIA's compiler is told of a kernel, for devices of that major compute capability.
 
-    Plans count for 8 and 9.  From 10 on a kernel may take 8 registers more: AdamW under int8_split24 spills 8 bytes
-    at 64 there.  A program of many warps is left no more than a processor has for it: told more, it could not start.
+    Plans count for 8 and 9.  From 10 on a kernel of more than 64 registers may take 8 more: CAME under int8_split24
+    spills there at 128.  64 stay: with them a processor holds all 32 programs that it can, with 72 only 28, and nearly
+    every kernel that is planned with 64 fits in them; the first step finds out which do not.  A program of many warps
+    is left no more than a processor has for it: told more, it could not start.
     """
     found: dict[str, int] = getattr(kernels, "OPTIONS", {}).get(function, {})
     most = control.registers(getattr(kernels, "WARPS", {}).get(function, 1))
-    return {name: min(value + (8 if major >= 10 else 0), most) for name, value in found.items()}
+    return {name: min(value + (8 if major >= 10 and value > 64 else 0), most) for name, value in found.items()}
 
 
 _tuning = Tuning()
