@@ -23,6 +23,9 @@ setup:
 demo: setup
 	@$(PY) tools/demo.py $(ARGS)
 
+# The tests start hundreds of processes: where these keep what Python compiles of the sources, they are a tenth faster.
+test test-full: export PYTHONDONTWRITEBYTECODE :=
+
 test: lint
 	$(PY) -m pytest -rfEs -n $(WORKERS) -m "not slow and not full" $(ARGS)
 

@@ -404,7 +404,8 @@ class Offload:
         return self._crew.mover(chunk.members[0].p.device)
 
     def _divide(self, optimizer: Optimizer) -> None:
-        """Chunks of the parameters that have gradients; those of the step before, where nothing is new."""
+        """Chunks of the parameters that have gradients, here or, of those in parts, maybe on other ranks; those of the
+        step before, where nothing is new."""
         members: list[Member] = []
         known: list[tuple[object, ...]] = []
         position, broke_off = 0, optimizer._broke_off
@@ -412,8 +413,11 @@ class Offload:
             names = group.get("param_names")
             for i, p in enumerate(group["params"]):
                 g = p.grad
+                name = position + i if names is None else names[i]
+                if g is None and p.requires_grad and sharding.is_sharded(p) and not self.leaves(group, p):
+                    members.append(Member(p, number, name))  # other ranks may have one: they agree on it in the step
+                    known.append((id(p), number, name, p.dtype, None, p.device, p.shape, False))
                 if g is not None and (broke_off is None or not broke_off.made(p, g)):
-                    name = position + i if names is None else names[i]
                     members.append(Member(p, number, name))
                     optimizer._check_pair(p, g, name)
                     leaves = self.leaves(group, p)
