@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import optgen.optim as optim
 from optgen.accumulate import accumulator
 from optgen.driver.compile import compile as compiled
-from optgen.lang import flag, hyper, model_total, newton_schulz, optimizer, state
+from optgen.lang import flag, hyper, model_total, newton_schulz, optimizer, scalar, state
 from optgen.runtime import Optimizer, plans, sharding
 from optgen.verify import bounds
 from tests.harness import plan_of, same_bits
@@ -461,6 +461,27 @@ def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
     assert stored == 72 * 64 + 72 * 2  # a byte per element, two per block of 64
     model.loss(1).backward()
     assert all(opt.state[p]["step"] == 1 for p in model.parameters())
+
+
+@optimizer(cite="nobody")
+def fading_sum(p, g, total=state(), share=scalar(1.0), *, lr=hyper(1.0, ge=0)):
+    """Later gradients count for less."""
+    share = share / 2
+    total = total + lr * share * g
+    p = total
+    return p, total, share
+
+
+def test_every_sum_of_a_rule_with_numbers_of_its_own_begins_as_the_first_one() -> None:
+    p = nn.Parameter(torch.zeros(8, 8))
+    opt = optim.SGD([("p", p)], lr=1.0, plan="fp32")
+    opt.release_gradients(accumulate=2, accumulator=compiled(fading_sum, plan="fp32"))
+    for _ in range(3):
+        with torch.no_grad():
+            p.zero_()
+        for _ in range(2):
+            p.sum().backward()
+        assert torch.equal(p, torch.full_like(p, -0.75))
 
 
 def error_bound(micro: list[Tensor], plan: str) -> Tensor:

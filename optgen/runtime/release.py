@@ -572,7 +572,7 @@ class Sums:
     count   the sums before this one: each draws other random bits
     """
 
-    __slots__ = ("_entry", "_keeper", "_seed", "_zeros", "count")
+    __slots__ = ("_entry", "_first", "_keeper", "_seed", "_zeros", "count")
 
     def __init__(self, make: Callable[[list[Tensor]], Optimizer], p: Tensor, name: str | int, count: int = 0) -> None:
         self._keeper = keeper = make([p])
@@ -585,6 +585,7 @@ class Sums:
         self.rename(name)  # what it keeps otherwise goes by the position that it has alone
         variant = refuse_sums(keeper, group, p, name)[0]
         self._zeros = {f.name: f.zero for f in variant.fields}
+        self._first = {"step": 0, **dict(variant.host_states)}
         group["params"] = []
         self._seed, self.count = group["seed"], count
         self._entry: dict[str, Any] | None = None
@@ -627,5 +628,5 @@ class Sums:
             if self._entry is not None:
                 self._entry[name].fill_(zero)
         if self._entry is not None:
-            self._entry["step"] = 0
+            self._entry.update(self._first)
         self.count += 1
