@@ -283,7 +283,7 @@ def test_a_kernel_that_spills_is_compiled_as_the_first_step_does(tool: ModuleTyp
     job = kernel_stats.Job("k", None, {}, {}, 256, options={"maxnreg": 64})
     with mock.patch.object(kernel_stats, "compile_for", made):
         planned, fitting = kernel_stats.compiled_to_fit(job, "sm_90")
-    assert calls == [64, 80, 96, 112] and (planned.stack, fitting.stack) == (36, 0)
+    assert calls == [64, 72, 80, 88, 96, 104] and (planned.stack, fitting.stack) == (36, 0)
 
 
 def test_the_turns_of_a_pair_take_each_of_its_kernels_once(tool: ModuleType) -> None:
