@@ -331,16 +331,22 @@ def test_a_kernel_that_spills_whatever_it_is_told_is_told_nothing() -> None:
         return options.get("maxnreg", 255)
 
     assert control.without_spills({"maxnreg": 208, "num_warps": 1}, spills, 1) == {"num_warps": 1}
-    assert tried == [208, 232, None]
+    assert tried == [208, 224, 240, None]
     assert control.without_spills({"num_warps": 1}, spills, 1) == {"num_warps": 1}
     assert control.without_spills({"maxnreg": 64}, lambda options: 0, 1) == {"maxnreg": 64}
     # 144 registers for each of 512 threads are more than a processor has: such a program cannot be launched.
     tried.clear()
     assert control.without_spills({"maxnreg": 112}, spills, 16) == {} and tried == [112, 120, 128, None]
+    # Many more at a time may be too many: a kernel of LAMB's spills below 208 registers and from 224 on.
+    tried.clear()
+    assert control.without_spills({"maxnreg": 120}, lambda o: spills(o) * (o["maxnreg"] not in (208, 216)), 1) == {
+        "maxnreg": 208
+    }
+    assert tried == [120, 128, 144, 160, 176, 192, 208]
     # What a compiler takes by itself is where the search begins, and what is left of a search that finds nothing.
     tried.clear()
     assert control.without_spills({}, lambda options: spills({"maxnreg": 200} | options), 1) == {}
-    assert tried == [200, 224, 248, 200]
+    assert tried == [200, 208, 224, 240, 200]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -311,20 +311,23 @@ def load(
 def without_spills(
     options: Mapping[str, Any], spills: Callable[[Mapping[str, Any]], int], warps: int
 ) -> dict[str, Any]:
-    """`options` with a "maxnreg" at which a kernel does not spill, found in steps of an eighth of it; without one where
-    it spills at all that a program of so many warps can have.
+    """`options` with the least "maxnreg" at which a kernel does not spill, in steps of 8 registers below 128, where
+    they decide how many programs a processor holds, and of 16 from there on; without one where it spills at all that
+    a program of so many warps can have.
 
     spills  compiles it that way, and says how many registers it takes where it spills, else 0
 
     A compiler that is told no limit aims at a number of programs for each processor, and spills for one more: told
-    a little more than it took, it has room.  Processors give a thread 8 registers at a time.
+    a step more than it took, it has room.  Steps are no longer: LAMB's first sweep under bnb8 fits in 208 and 216
+    registers on sm_90, and spills 8 bytes at 200 and from 224 on (Triton 3.9).
     """
     most = registers(warps)
     free = {name: value for name, value in options.items() if name != "maxnreg"}
     found = dict(options)
     while taken := spills(found):
-        limit = found.get("maxnreg", taken // 8 * 8)
-        limit += 8 * max(limit // 64, 1)
+        told = found.get("maxnreg")
+        step = 8 if (told or taken) < 128 else 16
+        limit = (told or taken // step * step) + step
         if limit > most:
             if found != free:
                 spills(free)
