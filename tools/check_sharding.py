@@ -503,10 +503,21 @@ def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
 def a_step_that_broke_off(here: Here) -> None:
     """Made again, it steps what was left: parts that no rank waits for, and what ranks work on together; where one rank
     has made a step that another has not, that is said."""
+    breaks_off(here, offload=False)
+
+
+@case(2)
+def a_step_that_broke_off_with_offload(here: Here) -> None:
+    """Likewise where the option asks for the host and the parts are there already."""
+    if here.mesh(2).device_type == "cpu":  # those on devices are refused
+        breaks_off(here, offload=True)
+
+
+def breaks_off(here: Here, *, offload: bool) -> None:
     mesh = here.mesh(2)
     # Halves of the vector cut blocks: all ranks step all of it.  The second group makes a second launch.
     pieces = rows(here, mesh, [(4160,), (97, 130), (64, 256)], torch.bfloat16)
-    runs = Runs(here, generated.AdamW, pieces, plan="int8_split24", backend="reference")
+    runs = Runs(here, generated.AdamW, pieces, plan="int8_split24", backend="reference", offload=offload)
     for opt, params in ((runs.one, runs.alone), (runs.many, runs.parts)):
         del opt.param_groups[0]["params"][2]
         opt.add_param_group({"params": params[2:]})

@@ -146,7 +146,8 @@ class Chunk:
 
     def open(self, optimizer: Optimizer) -> None:
         """Options and states as they are now."""
-        self.stepper._broke_off, self.stepped = None, False
+        self.stepper._broke_off = None if self.hosted else optimizer._broke_off
+        self.stepped = False
         for number, group in zip(self.numbers, self.groups, strict=True):
             alone.take_over(optimizer.param_groups[number], group)
             group["offload"] = False
@@ -355,7 +356,7 @@ class Offload:
             states = [optimizer.state[m.p] for m in chunk.members if m.p in optimizer.state]
             if id(chunk) in ended or chunk.stepped:
                 done += states
-            elif inner is not None:
+            elif inner is not None and inner is not optimizer._broke_off:  # of this attempt, not of the one before
                 done += inner.done
                 at_work += inner.at_work
         optimizer._break_off(error, done, at_work)
@@ -404,8 +405,8 @@ class Offload:
         return self._crew.mover(chunk.members[0].p.device)
 
     def _divide(self, optimizer: Optimizer) -> None:
-        """Chunks of the parameters that have gradients, here or, of those in parts, maybe on other ranks; those of the
-        step before, where nothing is new."""
+        """Chunks of the parameters that have gradients and have not made the step that broke off; those in parts also
+        where that may hold on other ranks alone.  The chunks of the step before, where nothing is new."""
         members: list[Member] = []
         known: list[tuple[object, ...]] = []
         position, broke_off = 0, optimizer._broke_off
@@ -414,10 +415,12 @@ class Offload:
             for i, p in enumerate(group["params"]):
                 g = p.grad
                 name = position + i if names is None else names[i]
-                if g is None and p.requires_grad and sharding.is_sharded(p) and not self.leaves(group, p):
-                    members.append(Member(p, number, name))  # other ranks may have one: they agree on it in the step
-                    known.append((id(p), number, name, p.dtype, None, p.device, p.shape, False))
-                if g is not None and (broke_off is None or not broke_off.made(p, g)):
+                if g is None or (broke_off is not None and broke_off.made(p, g)):
+                    if p.requires_grad and sharding.is_sharded(p) and not self.leaves(group, p):
+                        # Other ranks may have a gradient, or its step yet to make: they agree on it in the step.
+                        members.append(Member(p, number, name))
+                        known.append((id(p), number, name, p.dtype, None, p.device, p.shape, False))
+                else:
                     members.append(Member(p, number, name))
                     optimizer._check_pair(p, g, name)
                     leaves = self.leaves(group, p)
