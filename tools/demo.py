@@ -265,7 +265,7 @@ def new_spec(console: Console, steps: int) -> str:
     shutil.rmtree(project, ignore_errors=True)
     (project / "specs").mkdir(parents=True)
     shutil.copy(EXAMPLE, project / "specs")
-    console.print(Syntax(EXAMPLE.read_text(), "python"))
+    console.print(Syntax(EXAMPLE.read_text(), "python", word_wrap=True))
     start = time.monotonic()
     # What stands in the project folder comes before the repository's own `generated`.
     path = os.pathsep.join([str(project), str(ROOT / "tools")])
