@@ -175,3 +175,13 @@ def test_the_oldest_triton_makes_no_more_of_them(compiling: dict[str, str]) -> N
         assert row["per_element"] <= min(before["per_element"] * SLACK, LIMITS[row["kernel"], "sm_90"]), row["kernel"]
         assert (row["stack"], row["shared"]) == (0, 0), row["kernel"]
         assert row["registers"] <= 64, row["kernel"]
+
+
+def test_markdown_of_kernels_that_it_has_no_columns_for_is_refused() -> None:
+    found = subprocess.run(
+        [sys.executable, ROOT / "tools" / "kernel_stats.py", "--chosen", "--markdown"],
+        capture_output=True, text=True, timeout=300, cwd=ROOT,
+    )  # fmt: skip
+    assert found.returncode == 2
+    assert not found.stdout
+    assert "--markdown is for --sweeps" in found.stderr

@@ -725,6 +725,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true", help="the same as lines of Markdown, of --sweeps")
     parser.add_argument("--opcodes", action="store_true", help="also list the opcodes of the main loop")
     asked = parser.parse_args(arguments)
+    if asked.markdown and not asked.sweeps:
+        parser.error("--markdown is for --sweeps: it has no column for targets, nor bytes of other kernels")
     results: dict[str, Stats] = {}
     jobs: list[Callable[[], Iterable[Job]]] = [staged] * asked.stages + [partial(sweeps, asked.names)] * asked.sweeps
     jobs += [chosen] * asked.chosen + [watched] * asked.watched
