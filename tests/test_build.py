@@ -70,15 +70,15 @@ def test_a_project_without_a_table_builds_its_specs_under_two_plans(project: Pat
 
 def test_an_author_may_write_quotes_and_backslashes(project: Path) -> None:
     """The docstring of the class holds his words and formulas as they are; names of builtins are his to use."""
-    text = rule("first").replace('"a test"', "'see \"\"\"x\"\"\" in C:\\\\new'").replace("beta", "float")
-    comment = "    m = m + 0.0  # not the end: \"\"\" nor */\n    p = p - lr * m"
+    text = rule("first").replace('"a test"', '\'see """x""" in C:\\\\new\'').replace("beta", "float")
+    comment = '    m = m + 0.0  # not the end: """ nor */\n    p = p - lr * m'
     (project / "specs/first.py").write_text(text.replace("    p = p - lr * m", comment))
     run(names=("first",), plans=("fp32",))
     made = ast.parse((project / "generated/first/__init__.py").read_text())
     (cls,) = [node for node in made.body if isinstance(node, ast.ClassDef)]
     said = ast.get_docstring(cls) or ""
     assert 'see """x""" in C:\\new' in said
-    assert "    m = m + 0.0  # not the end: \"\"\" nor */\n" in said
+    assert '    m = m + 0.0  # not the end: """ nor */\n' in said
     for file in (project / "generated/first/fp32").glob("*.py"):
         ast.parse(file.read_text())
 
@@ -138,7 +138,7 @@ def test_a_file_without_a_spec_is_pointed_out(project: Path) -> None:
     (project / "specs" / "_helper.py").write_text("half = 0.5\n")
     warnings = run(plans=("fp32",)).warnings
     assert len(warnings) == 1
-    assert warnings[0].startswith("specs/forgotten.py holds no function under @optimizer")
+    assert warnings[0].startswith("specs/forgotten.py has no @optimizer")
 
 
 def test_a_damaged_manifest_is_told_from_edited_files(project: Path) -> None:

@@ -319,6 +319,83 @@ def test_a_rule_of_an_imported_file_in_another_encoding(project: Path, run: Run)
     assert err.startswith("error[E401]: the byte 0xe9 is not valid UTF-8\n --> specs/rules_of_mine.py:")
 
 
+RULE = """
+@optimizer()
+def r(p, g, *, lr=hyper(1e-3, ge=0)):
+    p = p - {step}
+    return p
+"""
+HEAD = "from optgen.lang import hyper, optimizer\n"
+
+
+@pytest.mark.parametrize("step", ["lr * g", "g / (lr - lr)", "unknown * g"])
+@pytest.mark.parametrize("words", ["check", "check specs/r2.py", "build", "build r", "build r2", "list", "explain r"])
+def test_two_specs_of_one_name(project: Path, run: Run, words: str, step: str) -> None:
+    (project / "specs").mkdir()
+    (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g"))
+    (project / "specs/r2.py").write_text(HEAD + RULE.format(step=step))
+    code, _, err = run(*words.split())
+    assert (code, "E412" in err) == (2, True), err
+    assert "specs/r.py:4" in err
+    assert "specs/r2.py:4" in err
+    assert not (project / "generated").exists()
+
+
+@pytest.mark.parametrize("words", ["check", "build", "build specs/r.py", "list", "explain specs/r.py:r"])
+def test_two_specs_of_one_name_in_one_file(project: Path, run: Run, words: str) -> None:
+    (project / "specs").mkdir()
+    (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g") + RULE.format(step="unknown * g"))
+    code, _, err = run(*words.split())
+    assert (code, "E412" in err, "r.py:4" in err, "r.py:9" in err) == (2, True, True, True), err
+
+
+def test_a_build_does_not_replace_the_rule_of_another_file(project: Path, run: Run) -> None:
+    (project / "rules").mkdir()
+    (project / "pyproject.toml").write_text("[tool.optgen]\n")
+    for name in ("one", "two"):
+        (project / f"rules/{name}.py").write_text(HEAD + RULE.format(step="lr * g"))
+    assert run("build", "rules/one.py", "--plan", "fp32")[0] == 0
+    for words in (["rules/two.py"], ["rules/one.py", "rules/two.py"]):
+        code, _, err = run("build", *words, "--plan", "fp32")
+        assert (code, "E412" in err, "rules/one.py:4" in err, "rules/two.py:4" in err) == (2, True, True, True), err
+    (project / "rules/one.py").unlink()  # it was moved
+    assert run("build", "rules/two.py", "--plan", "fp32")[0] == 0
+
+
+def test_a_file_that_is_no_python_is_told_of_first(project: Path, run: Run) -> None:
+    """It goes by its file's name, which may not be that of its spec."""
+    (project / "specs").mkdir()
+    (project / "specs/other.py").write_text(HEAD + RULE.format(step="lr * g"))
+    (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr *"))
+    for words in ("check", "build", "list"):
+        code, _, err = run(words)
+        assert (code, "E401" in err, "specs/r.py:5" in err) == (2, True, True), err
+
+
+def test_check_counts_specs_with_errors_and_names_files_without_a_spec(project: Path, run: Run) -> None:
+    (project / "specs").mkdir()
+    (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g").replace("@optimizer()", ""))
+    for words in ("check", "build"):
+        _, _, err = run(words)
+        assert "specs/r.py has no @optimizer" in err
+    for name in ("a", "b", "c"):
+        step = "lr * g" if name == "c" else "unknown * g"
+        (project / f"specs/{name}.py").write_text(HEAD + RULE.format(step=step).replace("r(p", f"{name}(p"))
+    code, _, err = run("check")
+    assert (code, "specs/r.py has no @optimizer" in err, "2 of 3 specs have errors" in err) == (2, True, True), err
+    code, out, _ = run("check", "--json")
+    assert (code, len(as_json(out)["errors"])) == (2, 2)
+
+
+def test_a_file_makes_two_specs_of_one_name(project: Path, run: Run) -> None:
+    (project / "specs").mkdir()
+    text = RULE.replace("\n", "\n    ").format(step="scale * lr * g")
+    made = f"{HEAD}\ndef make(scale):{text}return r\n\na, b = make(1.0), make(2.0)\n"
+    (project / "specs/r.py").write_text(made)
+    code, _, err = run("check", "specs/r.py")
+    assert (code, "E412" in err) == (2, True), err
+
+
 def test_what_plans_share_is_said_once(project: Path, run: Run) -> None:
     run("new", "mine")
     _, out, _ = run("check", "mine", "--plan", "int8", "--plan", "fp32")

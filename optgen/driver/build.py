@@ -213,7 +213,9 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
     for wish in asked:
         spec = load.find_spec(wish.spec, project)
         plan = load.find_plan(wish.plan, project)
-        spec, plans = found.setdefault(spec.name, (spec, {}))
+        first, plans = found.setdefault(spec.name, (spec, {}))
+        if first.loc.file != spec.loc.file:
+            raise load.named_twice(spec.name, (first.loc, spec.loc))
         if _accepted(spec, plan, wish, request.force, outcome):
             plans[plan.name] = plan
     units = []
@@ -221,6 +223,8 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
         if not plans:
             continue
         before = manifest.specs[name].plans if request.partial and name in manifest.specs else ()
+        if before:
+            _refuse_other(spec, project / manifest.specs[name].reference)
         for other in _left_behind(spec, before, plans, out):
             try:
                 plan = load.find_plan(other, project)
@@ -235,6 +239,14 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
         listed = [p for p in order if p in everywhere] + sorted(everywhere - set(order))
         units.append(Unit(spec, tuple(plans[p] for p in listed if p in plans), tuple(listed), _reference(spec)))
     return units
+
+
+def _refuse_other(spec: Spec, file: Path) -> None:
+    """E412 where the generated optimizer of that name was built from another file that still declares it."""
+    if file.is_file() and file.resolve() != Path(spec.loc.file).resolve():
+        places = [place for name, place in load.declared(file) if name == spec.name]
+        if places:
+            raise load.named_twice(spec.name, (*places, spec.loc))
 
 
 def _left_behind(spec: Spec, before: tuple[str, ...], plans: Collection[str], out: Path) -> list[str]:
@@ -256,7 +268,8 @@ def _nothing(request: Request, config: Config) -> UserError:
         return UserError(
             "E414", note="the `build` table of pyproject.toml names no spec that is here", hint="optgen list"
         )
-    return UserError("E414")
+    idle = [load.NO_SPEC.format(file=relative(str(file))) for file in load.without_spec(request.project)]
+    return UserError("E414", note="; ".join(idle)) if idle else UserError("E414")
 
 
 def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> list[Wish]:

@@ -190,7 +190,8 @@ def check(
 ) -> None:
     """Read and verify specs, and judge plans for them; build nothing."""
     with session("check", json) as t:
-        from optgen.driver import overview
+        from optgen.base.loc import relative
+        from optgen.driver import load, overview
 
         rows, errors = overview.check(names or [], plan or [], lambda items, total: t.track(items, total, "checking"))
         t.result |= {"specs": rows, "errors": [as_fields(e) for e in errors]}
@@ -216,12 +217,18 @@ def check(
         for error in errors:
             t.log(str(error), "red")
             t.fail(2)
+        for file in () if names else load.without_spec():
+            t.log(load.NO_SPEC.format(file=relative(str(file))), "yellow")
         verdicts = {*found}
         if "forced" in verdicts:
             t.show("forced: the lint refuses it, the plan says why it exists all the same (optgen explain)")
         if plan and verdicts & {"refused", "does not fit"}:
             t.fail(1)
-        elif not errors:
+        elif errors:
+            count = len(rows) + len(errors)
+            have = "has" if len(errors) == 1 else "have"
+            t.log(f"{len(errors)} of {count} spec{'s' if count > 1 else ''} {have} errors", "red")
+        else:
             t.show(f"{len(rows)} spec{' is' if len(rows) == 1 else 's are'} fine" if rows else NO_SPECS)
 
 

@@ -16,7 +16,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -106,18 +106,45 @@ def _stems(folder: Path) -> list[str]:
 
 
 def entries(project: Path | None = None) -> dict[str, Entry]:
-    """Name -> Entry of every spec that can be named, sorted; no file is run for it."""
+    """Return name -> Entry of every spec that can be named, sorted, without running a file.
+
+    Raises UserError E412 for two specs of one name in one folder.
+    """
+    return {name: _single(found) for name, found in sorted(_declarations(project).items())}
+
+
+def _declarations(project: Path | None) -> dict[str, list[tuple[Entry, Loc | None]]]:
+    """Return name -> its declarations in the first folder that has any."""
     own = ((project or home()) / "specs").resolve()
-    out: dict[str, Entry] = {}
+    out: dict[str, list[tuple[Entry, Loc | None]]] = {}
     for folder in folders(project):
+        here: dict[str, list[tuple[Entry, Loc | None]]] = {}
         for file in python_files(folder):
-            if file.name != PLANS_FILE:
-                for name in declared(file):
-                    out.setdefault(name, Entry(name, file, folder == own))
-    return dict(sorted(out.items()))
+            for name, place in declared(file) if file.name != PLANS_FILE else ():
+                here.setdefault(name, []).append((Entry(name, file, folder == own), place))
+        out = here | out
+    return out
 
 
-NO_SPEC = "{file} holds no function under @optimizer: nothing is built of it (a helper's name may begin with _)"
+def _single(found: list[tuple[Entry, Loc | None]]) -> Entry:
+    """Return the only declaration of a name; E412 where there are several."""
+    if len(found) > 1:
+        for entry, place in found:
+            if place is None:  # named after an unreadable file: its own error comes first
+                load(entry.file)
+        raise named_twice(found[0][0].name, (place for _, place in found))
+    return found[0][0]
+
+
+def named_twice(name: str, places: Iterable[Loc | None]) -> UserError:
+    """Return E412 for specs of one function name."""
+    return UserError("E412", loc=[place for place in places if place], what=f"the optimizer `{name}`")
+
+
+NO_SPEC = (
+    "{file} has no @optimizer: nothing is built of it (write @optimizer above the rule; a helper's file name may begin "
+    "with _)"
+)
 
 
 def without_spec(project: Path | None = None) -> list[Path]:
@@ -127,34 +154,37 @@ def without_spec(project: Path | None = None) -> list[Path]:
     return [f for f in files if f.name != PLANS_FILE and not f.name.startswith("_") and not declared(f)]
 
 
-def declared(file: Path) -> tuple[str, ...]:
-    """The functions of a file under `@optimizer(...)` and what wrappers make of rules, read from its syntax tree.
+def declared(file: Path) -> tuple[tuple[str, Loc | None], ...]:
+    """Return name and place of the specs of a file, read from its syntax tree: functions under `@optimizer` and what
+    wrappers make of rules.
 
-    A file that cannot be read goes by its own name: the error is told when it is asked for.
+    A file that cannot be read goes by its own name, without a place: the error is raised when it is loaded.
     """
     try:
         return _declared(file, file.stat().st_mtime_ns)
     except OSError:
-        return (file.stem,)
+        return ((file.stem, None),)
 
 
 @lru_cache(maxsize=1024)
-def _declared(file: Path, changed: int) -> tuple[str, ...]:
+def _declared(file: Path, changed: int) -> tuple[tuple[str, Loc | None], ...]:
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        return (file.stem,)
+        return ((file.stem, None),)
     found = []
     imports = [a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
     known = {a.asname or a.name: a.name for a in imports}  # what a name stands for
     for n in tree.body:
-        if isinstance(n, ast.FunctionDef) and any(map(_is_mark, n.decorator_list)):
-            found.append(n.name)
+        names = []
+        if isinstance(n, ast.FunctionDef) and any(_is_mark(d, known) for d in n.decorator_list):
+            names = [n.name]
         elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and _called(n.value) in WRAPPERS:
-            for x in n.targets:
-                if isinstance(x, ast.Name):
-                    known[x.id] = _made_name(n.value, known) or x.id
-                    found.append(known[x.id])
+            made = _made_name(n.value, known)
+            targets = [x.id for x in n.targets if isinstance(x, ast.Name)]
+            known |= {target: made or target for target in targets}
+            names = [made or target for target in targets[:1] if not target.startswith("_")]
+        found += [(name, Loc(str(file), n.lineno, n.col_offset)) for name in names]
     return tuple(found)
 
 
@@ -178,9 +208,10 @@ def _called(call: ast.Call) -> str:
     return f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")
 
 
-def _is_mark(decorator: ast.expr) -> bool:
+def _is_mark(decorator: ast.expr, known: Mapping[str, str]) -> bool:
     f = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return (f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")) == "optimizer"
+    name = f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")
+    return known.get(name, name) == "optimizer"
 
 
 # -- specs
@@ -190,9 +221,9 @@ def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
     """The spec of that name, in that file ("specs/mine.py"), or of that name in that file ("mine.py:rule")."""
     path, name = _split(reference)
     if path is None:
-        known = entries(project)
+        known = _declarations(project)
         if name in known:
-            path = known[name].file
+            path = _single(known[name]).file
         else:
             # A decorator under another name is not seen in the text: the file's name then stands for its spec.
             path = next((f for folder in folders(project) if _is_file(f := folder / f"{name}.py")), None)
@@ -244,10 +275,16 @@ def _split(reference: str | Path) -> tuple[Path | None, str]:
 def _of(file: Path, kind: type[Found]) -> dict[str, Found]:
     """Name -> what the file itself defines of a kind, in its order; imported ones belong to another file."""
     out: dict[str, Found] = {}
+    names = [name for name, _ in declared(file)] if kind is Spec else []
+    for name in names:
+        if names.count(name) > 1:  # Python keeps the last one only
+            raise named_twice(name, (place for other, place in declared(file) if other == name))
     for key, value in vars(load(file)).items():
         if isinstance(value, kind) and not key.startswith("_") and _is_from(value, file):
             if isinstance(value, Plan):
                 value.check_name()
+            elif value is not out.get(value.name, value):
+                raise named_twice(value.name, (out[value.name].loc, value.loc))
             out.setdefault(value.name, value)
     return out
 
