@@ -4,7 +4,7 @@ Bytes per parameter in the texts are AdamW's with bf16 parameters (fp32 ones whe
 and moments, without the gradient.  They are checked against what is derived from the formats.
 
 Moments are rounded stochastically unless a rule's recurrence asks for nearest (`auto`); a plan that rounds slow
-averages to nearest says in `forced` why it exists all the same.
+averages to nearest says in `discouraged` why it exists all the same: who uses it is warned.
 """
 
 from optgen.formats import (
@@ -35,7 +35,7 @@ bf16 = Plan(
     signed=floats.bf16,
     nonneg=floats.bf16,
     small_numel=0,
-    forced="it is what plain bf16 training does; kept as the baseline that bf16_sr is compared with",
+    discouraged="it is what plain bf16 training does; kept as the baseline that bf16_sr is compared with",
 )
 
 bf16_sr = Plan(
@@ -114,7 +114,7 @@ int8_rn_split24 = Plan(
     master=Split(8, "nearest"),
     signed=Blocked(8, 64, softsign(1), scales.ue8m8, rounding="nearest"),
     nonneg=Blocked(8, 64, linear, scales.ue7m9, signed=False, of="sqrt", rounding="nearest"),
-    forced="draws no random bits, the cheapest kernel there is; for runs short enough to live with stuck averages",
+    discouraged="draws no random bits, the cheapest kernel there is; for runs short enough to live with stuck averages",
 )
 
 flashoptim = Plan(
@@ -123,35 +123,35 @@ flashoptim = Plan(
     signed=Blocked(8, 32, softsign(1), scales.fp16, rounding="nearest"),
     nonneg=Blocked(8, 32, linear, scales.fp16, signed=False, of="sqrt", zero="keep", rounding="nearest"),
     small_numel=0,
-    forced="its checkpoints and results can be compared only by its own numbers",
+    discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 bnb8 = Plan(
     "bitsandbytes' 8-bit states, number by number: 4.03125 bytes per parameter.",
     signed=Codebook(codebooks.dynamic(), 8, 256, ties="down", rounding="nearest"),
     nonneg=Codebook(codebooks.dynamic(signed=False), 8, 256, ties="down", rounding="nearest"),
-    forced="its checkpoints and results can be compared only by its own numbers",
+    discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 torchao8 = Plan(
     "torchao's 8-bit states, number by number: 4.03125 bytes per parameter.",
     signed=Codebook(codebooks.dynamic(), 8, 256, scales.FloatScale(least=1e-12), rounding="nearest"),
     nonneg=Codebook(codebooks.dynamic(signed=False), 8, 256, scales.FloatScale(least=1e-12), rounding="nearest"),
-    forced="its checkpoints and results can be compared only by its own numbers",
+    discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 torchao4 = Plan(
     "torchao's 4-bit states, number by number: 3.0625 bytes per parameter.",
     signed=Codebook(codebooks.dynamic(bits=4), 4, 128, scales.FloatScale(least=1e-12), rounding="nearest"),
     nonneg=Codebook(codebooks.linear_nozero(4), 4, 128, scales.FloatScale(least=1e-12), rounding="nearest"),
-    forced="its checkpoints and results can be compared only by its own numbers",
+    discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 torchao_fp8 = Plan(
     "torchao's states of 8-bit floats, number by number: 4.03125 bytes per parameter.",
     signed=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448), rounding="nearest"),
     nonneg=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448), rounding="nearest"),
-    forced="its checkpoints and results can be compared only by its own numbers",
+    discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 lpmm4 = Plan(
@@ -159,7 +159,7 @@ lpmm4 = Plan(
     signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
     nonneg=Rank1(4, linear, vectors=128, rounding="nearest"),
     read_back=False,
-    forced="its results can be compared only by its own numbers",
+    discouraged="its results can be compared only by its own numbers",
 )
 
 lpmm4_factor = Plan(
@@ -167,7 +167,7 @@ lpmm4_factor = Plan(
     signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
     nonneg=Factored("kept", vectors=Rank1(4, linear, vectors=128, rounding="nearest").of_vectors()),
     read_back=False,
-    forced="its results can be compared only by its own numbers",
+    discouraged="its results can be compared only by its own numbers",
 )
 
 int4_factored_split24 = Plan(

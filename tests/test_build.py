@@ -217,6 +217,7 @@ def test_a_pattern_leaves_out_what_does_not_fit_and_a_name_is_refused(project: P
     assert caught.value.code == "E307"
     assert content(project / "generated") == before
     assert run(names=("first",), plans=("stuck",), force=True).warnings
+    assert "\nDISCOURAGED = {" in (project / "generated/first/stuck/__init__.py").read_text()  # who uses it is warned
 
 
 def test_named_specs_keep_the_plans_they_have(project: Path) -> None:

@@ -101,7 +101,7 @@ def test_explain(run: Run) -> None:
     assert {row["name"] for row in data["memory"]} == {"p", "exp_avg", "exp_avg_sq"}
     code, out, _ = run("explain", "adamw", "--plan", "flashoptim", "--flag", "amsgrad", "--param", "float16")
     assert code == 0
-    for word in ("max_exp_avg_sq", "one sweep", "L5 error", "forced", "B per parameter and step"):
+    for word in ("max_exp_avg_sq", "one sweep", "L5 error", "discouraged", "B per parameter and step"):
         assert word in out
 
 

@@ -287,17 +287,17 @@ BUILT = {
     name: PEERS[name][0] for name in ("bnb8", "paper8", "torchao4", "torchao_fp8")
 } | {
     "dynamic_stochastic": Plan(
-        "Repaired maps.", name="dynamic_stochastic", forced="a test",
+        "Repaired maps.", name="dynamic_stochastic", discouraged="a test",
         signed=Codebook(codebooks.dynamic(True, 5, one=False), 5, 64, ue8m8, rounding="stochastic", relative=True),
         nonneg=Codebook(codebooks.dynamic(False, 6, zero=False), 6, 64, ue8m8, rounding="stochastic"),
     ),
     "tables": Plan(
-        "Tables without a law.", name="tables", forced="a test",
+        "Tables without a law.", name="tables", discouraged="a test",
         signed=Codebook(WILD, 6, 64, ue8m8, rounding="stochastic"),
         nonneg=Codebook(codebooks.powers(2), 4, 64, ue7m9, of="sqrt", rounding="nearest"),
     ),
     "floats": Plan(
-        "Floats.", name="floats", forced="a test",
+        "Floats.", name="floats", discouraged="a test",
         signed=Fp8("e5m2", 64, ue8m8, rounding="stochastic"),
         nonneg=Fp8("ue4m4", 64, ue7m9, of="sqrt", rounding="stochastic"),
     ),
@@ -331,7 +331,7 @@ def test_every_backend_has_the_same_bits(name: str, tmp_path: Path) -> None:
 
 LONG = tuple(sorted({0.0, *(x * abs(x) for i in range(254) if (x := ((i * 7919) % 509 - 254) / 254))}))
 IN_MEMORY = Plan(
-    "Long tables without a law.", name="in_memory", forced="a test", small_numel=0,
+    "Long tables without a law.", name="in_memory", discouraged="a test", small_numel=0,
     signed=Codebook(LONG, 8, 16, name="long"),
     nonneg=Codebook(tuple(x for x in LONG if x >= 0), 7, 16, rounding="nearest", name="long_unsigned"),
 )  # fmt: skip

@@ -714,7 +714,7 @@ def test_formats_that_no_kernel_has_are_refused(make: object) -> None:
     assert caught.value.code == "E305"
 
 
-TEXTS = {(Plan, "doc"), (Plan, "name"), (Plan, "forced"), (Codebook, "name"), (scales.FloatScale, "name")}
+TEXTS = {(Plan, "doc"), (Plan, "name"), (Plan, "discouraged"), (Codebook, "name"), (scales.FloatScale, "name")}
 TEXTS |= {(compander, "name"), (Compander, "name")}
 
 
@@ -753,7 +753,7 @@ def test_no_parameter_of_a_format_takes_what_is_not_one(make: Any, given: dict[s
         wrong = [2.75, -1, math.nan, math.inf, 10**30, 1e308, 5e-324, "\n", b"x", [1], (1,), {1: 2}, 1j, int, object()]
         fits = {(Plan, "small_numel"): [10**30], (codebooks.powers, "p"): [2.75, 5e-324]}
         fits |= {(scales.FloatScale, "least"): [2.75, 10**30], (softsign, "k"): [2.75], (LogMax, "octaves"): [2.75]}
-        fits |= {(Plan, part): ["\n"] for part in ("doc", "forced")}
+        fits |= {(Plan, part): ["\n"] for part in ("doc", "discouraged")}
         for value in [*wrong, *([] if optional else [None]), *([] if (make, name) in TEXTS else ["2"])]:
             if any(value is x or value == x for x in fits.get((make, name), [])):
                 make(**{**given, name: value})

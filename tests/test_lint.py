@@ -320,10 +320,10 @@ def test_findings_about_vectors_say_so() -> None:
     assert [(f.code, f.where) for f in found] == [("L2", " of vectors"), ("L7", "")]
     assert str(found[0]).startswith("L2 error: `exp_avg_sq` of vectors: the average freezes")
     with pytest.raises(UserError, match="L2, `exp_avg_sq` of vectors in 4-bit unsigned blocks of 128"):
-        judge(adamw, plans.lpmm4_factor.but(name="unforced", forced="", signed=floats.f32))
+        judge(adamw, plans.lpmm4_factor.but(name="unexplained", discouraged="", signed=floats.f32))
 
 
-def test_plans_that_stagnate_are_refused_unless_forced() -> None:
+def test_plans_that_stagnate_are_refused_unless_they_say_why() -> None:
     stuck = Plan("bf16 to nearest.", signed=plain_bf16, nonneg=plain_bf16, small_numel=0)
     states = adamw.present({f.name: False for f in adamw.flags})
     with pytest.raises(UserError) as caught:
@@ -481,13 +481,13 @@ def test_a_maximum_in_codes_under_a_scale_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, plan in vars(plans).items() if isinstance(plan, Plan)])
-def test_the_plans_for_every_rule_take_a_maximum_unless_they_are_forced(name: str) -> None:
+def test_the_plans_for_every_rule_take_a_maximum_unless_they_are_discouraged(name: str) -> None:
     plan = getattr(plans, name)
     states = adamw.present({f.name: f.name == "amsgrad" for f in adamw.flags})
     recurs = lint.recurrences(adamw, {"amsgrad": True})
     for vector in (False, True):
         found = lint.lint(recurs, plan.storage(states, dtypes.f32, False, recurs, vector=vector))
-        assert bool([f for f in found if f.severity == "error"]) <= bool(plan.forced)
+        assert bool([f for f in found if f.severity == "error"]) <= bool(plan.discouraged)
 
 
 def test_linear_codes_get_stuck_as_counted() -> None:

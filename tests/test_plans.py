@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 
 import pytest
+import torch
+from torch import nn
 
+from generated import AdamW
 from optgen.base.errors import UserError
 from optgen.formats import Blocked, Factored, Float, LogMinMax, Plan, Rank1, Split, f32, floats, softsign, ue8m8
 from optgen.formats import bf16 as plain_bf16
@@ -192,12 +196,49 @@ def test_unknown_parts_are_refused_with_the_nearest_known() -> None:
     assert "signed" in caught.value.hint
 
 
-def test_forced_plans_say_why_and_only_those_round_averages_to_nearest() -> None:
+def test_the_former_name_of_discouraged_is_told() -> None:
+    with pytest.raises(UserError, match="no part `forced`") as caught:
+        Plan("x", forced="a reason")
+    assert caught.value.hint == "it is called discouraged= now"
+
+
+def _warned(*shapes: tuple[int, ...], plan: str, **options: object) -> list[str]:
+    """The warnings of constructing an optimizer, which must point here."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        AdamW(params, plan=plan, **options)
+    assert {w.filename for w in caught} <= {__file__}
+    return [str(w.message) for w in caught]
+
+
+def test_constructing_an_optimizer_under_a_discouraged_plan_warns_once() -> None:
+    (said,) = _warned((64, 64), (64, 128), plan="bf16")
+    assert said.startswith("AdamW: plan 'bf16' is discouraged: `exp_avg_sq`: the average freezes")
+    assert said.endswith("such as 'int8_split24'; `optgen check adamw` lists those without an error")
+    assert not _warned((64, 64), plan="bf16_sr")
+
+
+def test_a_discouraged_plan_warns_of_states_that_it_keeps_only() -> None:
+    assert not _warned((4, 4), plan="bnb8")  # small tensors have fp32 states
+    assert _warned((4, 4), (64, 64), plan="bnb8")
+    assert not _warned((64, 64), plan="int8_split24", overrides={"numel < 9999": "int8_split24"})
+    assert _warned((64, 64), plan="int8_split24", overrides={"numel < 9999": "bf16"})
+
+
+def test_groups_that_come_later_are_warned_of_too() -> None:
+    opt = AdamW([nn.Parameter(torch.zeros(64, 64))], plan="int8_split24")
+    with pytest.warns(UserWarning, match="AdamW: plan 'bf16' is discouraged") as caught:
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(64, 64))], "plan": "bf16"})
+    assert len(caught) == 1
+
+
+def test_discouraged_plans_say_why_and_only_those_round_averages_to_nearest() -> None:
     slow = {"exp_avg": Recurs("ema", 0.9), "exp_avg_sq": Recurs("ema", 0.999)}
     for plan in ALL:
         kept = plan.storage(STATES, dtypes.bf16, False, slow).states.values()
         nearest = any(f.noise_bits == 0 and f != floats.f32 and not isinstance(f, Factored) for f in kept)
-        assert nearest == bool(plan.forced), plan.name
+        assert nearest == bool(plan.discouraged), plan.name
 
 
 def test_plans_are_no_longer_than_their_parts() -> None:

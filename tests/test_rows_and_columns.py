@@ -351,7 +351,7 @@ RANK1 = Plan(
     signed=Blocked(4, 32, softsign(0.5), relative=True),
     nonneg=Rank1(4, linear, vectors=32),
     small_numel=0,
-    forced=DRAGGED,
+    discouraged=DRAGGED,
 )
 ROOTED = Plan(
     "Rank-1 moments.",
@@ -359,7 +359,7 @@ ROOTED = Plan(
     signed=Rank1(6, softsign(1), signed=True, vectors=32),
     nonneg=Rank1(8, linear, of="sqrt", zero="half", vectors=32),
     small_numel=0,
-    forced=DRAGGED,
+    discouraged=DRAGGED,
 )
 FACTORED = Plan(
     "Factored second moments.",

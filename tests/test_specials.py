@@ -272,7 +272,7 @@ def test_the_root_of_a_kept_square_is_taken_without_the_square(gradient: float, 
     if backend == "cpp" and native.compiler() is None:
         pytest.skip("there is no C++ compiler")
     kept = plans.int8_rn_split24.nonneg
-    plan = Plan("a test", nonneg=kept, small_numel=0, overrides={"size": floats.f32}, forced="a test")
+    plan = Plan("a test", nonneg=kept, small_numel=0, overrides={"size": floats.f32}, discouraged="a test")
     schedules = [harness.schedule(rooted, plan, "float32", maths) for maths in ("strict", "fast")]
     pair = harness.Pair(rooted, schedules[0], tmp_path, kernels=schedules[1])
     strict, fast = (pair.buffers((128,), torch.zeros(128)) for _ in range(2))

@@ -200,7 +200,9 @@ def test_a_constant_in_random_codes_is_refused_only_where_it_is_stored_again() -
     of_squares = harness.plan_of("int8_split24").nonneg
 
     def judged(spec: Spec, state: str, fmt: Format) -> list[str]:
-        plan = Plan("Codes.", name="coded", small_numel=0, nonneg=of_squares, overrides={state: fmt}, forced="a test")
+        plan = Plan(
+            "Codes.", name="coded", small_numel=0, nonneg=of_squares, overrides={state: fmt}, discouraged="a test"
+        )
         found = plan.storage(spec.present({"now": False}), dtypes.bf16, False, targets.recurrences_of(spec, ()))
         return [f.code for f in lint.check(spec, plan, found) if f.severity == "error"]
 

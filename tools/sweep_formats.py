@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -32,6 +33,9 @@ import torch
 from format_streams import Data, Part, collect
 from prose import filled
 from torch import Tensor
+
+# Discouraged plans are measured on purpose.
+warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, QUICK_STEPS = 2000, 120
@@ -138,7 +142,7 @@ def for_every_size(name: str) -> Any:
     return Plan(
         plan.doc, name=f"{name}_every_size", master=plan.master, signed=plan.signed, nonneg=plan.nonneg,
         reduced=plan.reduced, initial=plan.initial, small=plan.small, small_numel=0, overrides=plan.overrides,
-        forced=plan.forced or "measured",
+        discouraged=plan.discouraged or "measured",
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import json
 import math
 import statistics
 import sys
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,9 @@ from prose import filled
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+
+# Discouraged plans are measured on purpose.
+warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SEEDS = 600, 3

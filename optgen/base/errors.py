@@ -183,7 +183,7 @@ TABLE: dict[str, Row] = {
     "E307": Row(
         "{spec} under plan {plan}: {finding}",
         "{reason}",
-        "choose another format or rounding for `{state}`, or give the plan `forced=` with your reason",
+        "choose another format or rounding for `{state}`, or give the plan `discouraged=` with your reason",
     ),
     "E308": Row(
         "plan {plan} keeps {first} and {second} both under the name `{field}`",

@@ -309,9 +309,9 @@ def _accepted(spec: Spec, plan: Plan, wish: Wish, force: bool, outcome: Outcome)
             raise
         outcome.skipped.append(f"{spec.name} under {plan.name}: {error.message}")
         return False
-    if force and not plan.forced:
+    if force and not plan.discouraged:
         errors = [f for f in verdict.findings if f.severity == "error"]
-        outcome.warnings += [f"{spec.name} under {plan.name}, forced: {f}" for f in errors]
+        outcome.warnings += [f"{spec.name} under {plan.name}, built with --force: {f}" for f in errors]
     return True
 
 

@@ -172,12 +172,12 @@ def list_(json: Json = False) -> None:
         places = [relative(r["file"]) if r["own"] else "ready-made" for r in specs]
         made = [(r["name"], r["class"], r["like"], r["states"], p) for r, p in zip(specs, places, strict=True)]
         t.show(table("optimizers", own, made))
-        rows = [(r["name"], r["bytes"], r["forced"], r["doc"]) for r in plans]
+        rows = [(r["name"], r["bytes"], r["discouraged"], r["doc"]) for r in plans]
         t.show(table("plans", ("plan", "B/parameter*", "", ""), rows))
         t.show("* AdamW's weight and states for bf16 parameters; gradients not counted")
         for file in idle:
             t.log(load.NO_SPEC.format(file=file), "yellow")
-        t.show("forced: the lint refuses it for AdamW's kind of states, the plan says why it exists all the same")
+        t.show("discouraged: the lint finds an error for AdamW's kind of states; using the plan warns (optgen explain)")
 
 
 @app.command()
@@ -197,7 +197,7 @@ def check(
         t.result |= {"specs": rows, "errors": [as_fields(e) for e in errors]}
         plans = sorted({name for r in rows for name in r["plans"]}, key=overview.plan_order)
         found = [v["verdict"] for r in rows for v in r["plans"].values()]
-        kinds = [x for x in ("ok", "forced", "refused", "does not fit") if x in found]
+        kinds = [x for x in ("ok", "discouraged", "refused", "does not fit") if x in found]
         kinds += sorted({*found} - {*kinds})
         # Plans in the cells: a column for each would be too narrow for its name.
         cells = []
@@ -220,8 +220,8 @@ def check(
         for file in () if names else load.without_spec():
             t.log(load.NO_SPEC.format(file=relative(str(file))), "yellow")
         verdicts = {*found}
-        if "forced" in verdicts:
-            t.show("forced: the lint refuses it, the plan says why it exists all the same (optgen explain)")
+        if "discouraged" in verdicts:
+            t.show("discouraged: the lint finds an error; using the plan warns (optgen explain says why it exists)")
         if plan and verdicts & {"refused", "does not fit"}:
             t.fail(1)
         elif errors:
@@ -299,8 +299,8 @@ def _tell_explanation(t: Terminal, x: Any) -> None:
         t.show(f"fast maths rounds differently by: {', '.join(x.rules)}")
     for f in x.findings:
         t.show(f"lint       {f}")
-    if x.forced:
-        t.show(f"forced     {x.forced}")
+    if x.discouraged:
+        t.show(f"discouraged {x.discouraged}")
     elif not x.findings:
         t.show("lint       nothing to say")
 

@@ -13,7 +13,7 @@ from optgen import passes
 from optgen.backends import cpp, cpp_stages, host, reference, triton, triton_stages, wrapper
 from optgen.backends.host import Unpack
 from optgen.base.loc import relative
-from optgen.driver import explain, targets
+from optgen.driver import explain, judge, targets
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage, field_name
 from optgen.ir.program import Buffer, Program, Stage, Step
@@ -327,6 +327,7 @@ def emit_plan(
             header=head["tables"],
             scalar_names=scalar_names,
             small_numel=plan.small_numel,
+            discouraged=judge.discouraged(spec, [c.case for c in compiled]),
             functions=scalars.functions,
             variants=rows,
         ),

@@ -142,7 +142,7 @@ class Explanation:
     host: tuple[tuple[str, str], ...]
     rules: tuple[str, ...]
     findings: tuple[Finding, ...]
-    forced: str
+    discouraged: str
 
     @property
     def traffic(self) -> float:
@@ -185,7 +185,7 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
         host=tuple((let.name, text(let.node)) for let in step.host),
         rules=step.program.rules,
         findings=verdict.findings,
-        forced=verdict.forced,
+        discouraged=verdict.discouraged,
     )
 
 

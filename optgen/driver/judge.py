@@ -18,11 +18,11 @@ class Verdict:
     """What the lint says about a pair over all its cases, each finding once."""
 
     findings: tuple[Finding, ...]
-    forced: str  # why it is built all the same; "" if it need not be
+    discouraged: str  # why it is built all the same; "" if it need not be
 
     @property
     def refused(self) -> bool:
-        return any(f.severity == "error" for f in self.findings) and not self.forced
+        return any(f.severity == "error" for f in self.findings) and not self.discouraged
 
 
 def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
@@ -34,14 +34,23 @@ def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
     else:
         found = [f for case in cases for f in lint.check(spec, plan, case.storage, case.flags, _where(case))]
     found += [f for case in cases for f in lint.overflow(spec, case.flags)]
-    return Verdict(_once(found), plan.forced or ("--force" if force else ""))
+    return Verdict(_once(found), plan.discouraged or ("--force" if force else ""))
 
 
 def look(spec: Spec, plan: Plan) -> Verdict:
     """The verdict without refusing on the lint's account; raises UserError where a format does not fit, or is wrong."""
     cases = list(targets.cases(spec, plan))
     found = [f for case in cases for f in (*_linted(spec, case), *lint.overflow(spec, case.flags))]
-    return Verdict(_once(found), plan.forced)
+    return Verdict(_once(found), plan.discouraged)
+
+
+def discouraged(spec: Spec, cases: Iterable[targets.Case]) -> dict[str, str]:
+    """Return the lint's first error about each state; {} where it finds none."""
+    found: dict[str, str] = {}
+    for f in _once(f for case in cases for f in _linted(spec, case)):
+        if f.severity == "error":
+            found.setdefault(f.state, f.reason)
+    return found
 
 
 def _linted(spec: Spec, case: targets.Case) -> list[Finding]:

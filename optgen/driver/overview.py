@@ -36,7 +36,7 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     states = adamw.present({f.name: f.default for f in adamw.flags})
     size = plan.storage(states, dtypes.bf16, False).bytes_per_param
     row = {"name": plan.name, "doc": plan.doc.splitlines()[0] if plan.doc else "", "bytes": f"{size:g}"}
-    return row | {"forced": "forced" if plan.forced else "", "file": plan.loc.file}
+    return row | {"discouraged": "discouraged" if plan.discouraged else "", "file": plan.loc.file}
 
 
 def plan_order(name: str) -> tuple[int, str]:
@@ -87,5 +87,5 @@ def _verdict(spec: Spec, plan: Plan) -> dict[str, Any]:
     except UserError as error:
         return {"verdict": "does not fit", "findings": [error.message]}
     errors = [f for f in verdict.findings if f.severity == "error"]
-    word = "ok" if not errors else "forced" if verdict.forced else "refused"
+    word = "ok" if not errors else "discouraged" if verdict.discouraged else "refused"
     return {"verdict": word, "findings": [str(f) for f in verdict.findings if f.severity != "note"]}

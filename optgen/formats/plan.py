@@ -116,8 +116,12 @@ def _nameable(name: str) -> bool:
 
 _PARTS = (
     "name", "master", "signed", "nonneg", "reduced", "initial", "small", "small_numel", "overrides", "read_back",
-    "forced",
+    "discouraged",
 )  # fmt: skip
+
+
+def _meant(part: str) -> str:
+    return "it is called discouraged= now" if part == "forced" else did_you_mean(part, _PARTS)
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -137,7 +141,7 @@ class Plan:
     overrides    state name -> format, before all of these; of small tensors in its form for vectors (Format.of_vectors)
     read_back    whether a step of several sweeps may take a new value from where it was stored, where that saves bytes;
                  without it, it goes on with what it computed
-    forced       why the plan is built although the lint refuses it; "" if it is not
+    discouraged  why the plan exists although the lint finds an error; "": such a plan is refused
     """
 
     doc: str
@@ -151,7 +155,7 @@ class Plan:
     small_numel: int
     overrides: Mapping[str, Format]
     read_back: bool
-    forced: str
+    discouraged: str
     loc: Loc = field(compare=False)
 
     def __init__(
@@ -168,12 +172,12 @@ class Plan:
         small_numel: int = SMALL,
         overrides: Mapping[str, Format] | None = None,
         read_back: bool = True,
-        forced: str = "",
+        discouraged: str = "",
         **unknown: object,
     ) -> None:
         frame = _first_frame_outside()
         for key in unknown:
-            raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, _PARTS))
+            raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=_meant(key))
         _check_overrides(overrides, locs.of_frame(frame))
         values: dict[str, Any] = {
             "doc": doc,
@@ -187,7 +191,7 @@ class Plan:
             "small_numel": small_numel,
             "overrides": MappingProxyType(dict(overrides or {})),
             "read_back": read_back,
-            "forced": forced,
+            "discouraged": discouraged,
             "loc": locs.of_frame(frame),
         }
         for key, value in values.items():
@@ -231,7 +235,7 @@ class Plan:
             ("name", isinstance(self.name, str) and _nameable(self.name), name),
             ("small_numel", is_whole(self.small_numel) and self.small_numel >= 0, "a number of elements, 0 or more"),
             ("read_back", isinstance(self.read_back, bool), "True or False"),
-            ("forced", isinstance(self.forced, str), "the reason, a text"),
+            ("discouraged", isinstance(self.discouraged, str), "the reason, a text"),
         ):
             if not fits:
                 raise UserError("E309", loc=self.loc, part=part, want=want, got=repr(getattr(self, part)))
@@ -255,10 +259,10 @@ class Plan:
         """This plan with some of its parts replaced; `overrides` are added to the ones it has."""
         frame = _first_frame_outside()
         own = {k: getattr(self, k) for k in ("master", "signed", "nonneg", "reduced", "initial", "small")}
-        own |= {"small_numel": self.small_numel, "read_back": self.read_back, "forced": self.forced}
+        own |= {"small_numel": self.small_numel, "read_back": self.read_back, "discouraged": self.discouraged}
         for key in changes:
             if key not in _PARTS:
-                raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, _PARTS))
+                raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=_meant(key))
         _check_overrides(changes.get("overrides"), locs.of_frame(frame))
         changes["overrides"] = {**self.overrides, **(changes.get("overrides") or {})}
         changes.setdefault("name", _assigned_name(frame))

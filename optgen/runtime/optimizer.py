@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, overload
@@ -216,6 +216,29 @@ class Optimizer(torch.optim.Optimizer):
         self._marks = marks.newest()
         if module is not None:
             self._say_lost_bits(module)
+        self._warn_discouraged(self._entries())
+
+    def _warn_discouraged(self, entries: Iterable[Entry]) -> None:
+        """Warn of plans that the lint finds an error in, once each, where they keep a state that it is about."""
+        cls, warned = type(self), set[str]()
+        for p, group, _, label in entries:
+            if not p.requires_grad:
+                continue
+            name, plan, _ = plans.chosen(cls, group, p.dtype, label)
+            wrong: Mapping[str, str] = getattr(plan, "DISCOURAGED", {})
+            if not wrong or name in warned:
+                continue
+            variant = checkpoint.select(cls, group, p, label)[2]
+            found = [] if variant.small else [s for s in wrong if s in variant.states]
+            if found:
+                warned.add(name)
+                usual = cls.DEFAULT_PLAN.get(dtype_name(p.dtype), name)
+                other = f", such as {usual!r}" if usual != name else ""
+                warn(
+                    f"{cls.__name__}: plan {name!r} is discouraged: `{found[0]}`: {wrong[found[0]]}.  Use another "
+                    f"plan{other}; `optgen check {cls.SPEC}` lists those without an error",
+                    cls,
+                )
 
     def _say_lost_bits(self, model: torch.nn.Module) -> None:
         """Warns, once for a model, where it was sharded after it had been cast, which leaves what was kept behind."""
@@ -326,6 +349,8 @@ class Optimizer(torch.optim.Optimizer):
             own.follow(tensors, held=True)
         if self._release is not None:
             self._release.attach()
+        if self._all_given:
+            self._warn_discouraged([e for e in self._entries() if e.group is self.param_groups[-1]])
 
     def _admit(self, p: Tensor) -> None:
         """Refuses what no kernel can update rightly.  Frozen tensors may be anything."""

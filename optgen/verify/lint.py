@@ -74,7 +74,7 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One verdict; an error refuses the plan unless it is forced.
+    """One verdict; an error refuses the plan unless that says in `discouraged` why it exists.
 
     where  which tensors it is about, "" for all: " of vectors"
     """
@@ -444,7 +444,8 @@ def prove_companders(storage: Storage) -> None:
 def check(
     spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | None = None, where: str = ""
 ) -> list[Finding]:
-    """The findings; raises UserError for the first error unless the plan is forced, and for unproven companders.
+    """Return the findings.  Raises UserError for the first error of a plan that is not `discouraged`, and for unproven
+    companders.
 
     where  as in Finding
     """
@@ -452,7 +453,7 @@ def check(
     still = untouched(spec, storage, {f.name: f.default for f in spec.flags} | dict(flags or {}))
     findings = [replace(f, where=where) for f in lint(recurrences(spec, flags), storage, still)]
     errors = [f for f in findings if f.severity == "error"]
-    if errors and not plan.forced:
+    if errors and not plan.discouraged:
         first = errors[0]
         raise UserError(
             "E307",
