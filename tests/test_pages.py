@@ -137,3 +137,6 @@ def test_the_plan_of_ones_own_is_one_that_the_lint_lets_pass() -> None:
 def test_an_optimizer_that_is_not_there_has_a_neighbour(asked: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=f"no optimizer '{asked}': did you mean {meant}"):
         getattr(optgen.optim, asked)
+    with pytest.raises(ImportError, match=f"no optimizer '{asked}': did you mean {meant}"):
+        exec(f"from optgen.optim import {asked}")
+    assert not hasattr(optgen.optim, asked)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,10 @@ def __getattr__(name: str) -> Any:
     if name != "__all__" and name not in package.__all__:  # what was imported of it has modules in it, too: `adamw`
         near = difflib.get_close_matches(name.lower(), known := {n.lower(): n for n in package.__all__}, n=1)
         meant = f"did you mean {known[near[0]]}? " if near else ""
-        raise AttributeError(f"optgen.optim has no optimizer {name!r}: {meant}`optgen list` shows them")
+        text = f"optgen.optim has no optimizer {name!r}: {meant}`optgen list` shows them"
+        # `from optgen.optim import Name` replaces the text of an AttributeError, but not that of an ImportError.
+        imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise ImportError(text, name=__name__) if imported else AttributeError(text, name=name)
     found = getattr(package, name)
     plans: Any = importlib.import_module("optgen.runtime.plans")
     if plans.provider is None:
