@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
+import linecache
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -698,9 +701,24 @@ def test_compile_in_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> No
     p.grad = torch.ones_like(p)
     opt.step()
     assert "m" in opt.state[p]
-    with pytest.raises(ValueError, match="did you mean 'fp32'"):
+    with pytest.raises(ValueError, match="did you mean 'fp32'") as caught:
         cls([p], plan="fp23")
+    assert caught.value.__suppress_context__, "a second traceback with the same text"
     compiling.cache_folder.cache_clear()
+
+
+def test_a_rule_in_a_notebook_does_not_get_the_notebooks_docstring(project: Path) -> None:
+    import optgen
+
+    cell = "<a cell>"
+    text = rule("first").replace('"""A rule."""', "")
+    linecache.cache[cell] = (len(text), None, text.splitlines(keepends=True), cell)
+    notebook: dict[str, Any] = {"__doc__": "Automatically created module for IPython", "__name__": "__main__"}
+    exec(compile(text, cell, "exec"), notebook)
+    assert repr(notebook["first"]) == "Spec('first', <a cell>:7)"
+    doc = inspect.getdoc(optgen.compile(notebook["first"], plan="fp32"))
+    assert doc is not None
+    assert doc.startswith("The rule first.")
 
 
 def test_a_cache_that_others_may_write_is_not_used(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,11 @@ def test_two_places_are_printed_in_order() -> None:
     assert text.index("in first") < text.index("in second")
 
 
+def test_a_notebook_shows_the_error_without_a_traceback() -> None:
+    error = UserError("E101", loc=Loc(__file__, 1), what="if")
+    assert error._render_traceback_() == str(error).splitlines()
+
+
 def test_did_you_mean() -> None:
     assert did_you_mean("amsgrd", ["amsgrad", "nesterov"]) == "did you mean 'amsgrad'?"
     assert did_you_mean("SGD", ["sgd", "sgdw"]) == "did you mean 'sgd'?"

@@ -1191,6 +1191,8 @@ def test_memory_counts_what_is_there() -> None:
         assert row.weight == p.numel() * p.element_size()
     assert promised.total == sum(row.total for row in promised.parameters)
     text = str(promised)
+    assert repr(promised) == text
+    assert str(AdamW([params[0]]).memory()).startswith("1 tensor, ")
     assert text.startswith("33 tensors, ")
     assert "exp_avg_scale" in text
     assert "plan fp32, int8" in text

@@ -305,6 +305,10 @@ class UserError(Exception):
             lines.append(f"  hint: {self.hint}")
         return "\n".join(lines)
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows in place of a traceback through the compiler."""
+        return str(self).splitlines()
+
 
 def _marks(source: str, loc: Loc) -> str:
     """Carets under a span of a line.  Columns count bytes of UTF-8; a span that goes on is marked to the end."""

@@ -83,7 +83,7 @@ def provide(cls: type, plan: str) -> ModuleType:
     try:
         made = _class(spec, load.find_plan(plan), "fast")
     except UserError as error:
-        raise ValueError(str(error)) from error  # what torch's callers expect of a wrong option
+        raise ValueError(str(error)) from None  # what torch's callers expect of a wrong option
     return importlib.import_module(f"{made.__module__}.{plan}")
 
 

@@ -534,7 +534,7 @@ def _evaluation(spec: Spec) -> tuple[str, ...]:
 def emit_class(spec: Spec, plans: tuple[str, ...]) -> str:
     """The text of generated/<spec>/__init__.py."""
     row = class_row(spec, plans)
-    doc = "\n    ".join(line.rstrip() for line in row.doc.strip().splitlines())
+    doc = "\n    ".join(line.rstrip() for line in row.doc.strip().splitlines()) or f"The rule {row.module}."
     return wrapper.render("optim.py.j2", c=row, doc=doc)
 
 

@@ -169,9 +169,10 @@ def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -
 
 
 def _doc(function: Callable[..., Any]) -> str:
-    """The function's docstring, else its module's."""
-    own = inspect.getdoc(function)
-    return own or inspect.cleandoc(function.__globals__.get("__doc__") or "")
+    """The function's docstring, else its module's.  A notebook, a module without a file, has IPython's own."""
+    module = function.__globals__
+    own = inspect.getdoc(function) or (module.get("__doc__") if "__file__" in module else "")
+    return inspect.cleandoc(own or "")
 
 
 def _declared(p: inspect.Parameter, source: Source) -> Declaration:

@@ -51,7 +51,7 @@ class Evaluation:
     function: Callable[..., Any] = field(repr=False)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Spec:
     """An optimizer as its author states it."""
 
@@ -68,10 +68,13 @@ class Spec:
     takes_step: bool
     matrix: Matrix
     order: tuple[str, ...]  # what `return` lists: p, then states and host states as in the signature
-    function: Callable[..., Any] = field(repr=False)
-    source: Source = field(repr=False)
+    function: Callable[..., Any]
+    source: Source
     evaluation: Evaluation | None = None
     blocks: bool = False  # whether rows are blocks of consecutive rows, as many as its user says of a parameter
+
+    def __repr__(self) -> str:
+        return f"Spec({self.name!r}, {self.loc.short})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The author's function itself."""

@@ -35,9 +35,9 @@ class ParameterMemory:
         return self.total / self.numel if self.numel else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Memory:
-    """Bytes of the weights and of what is kept beside them; `str()` gives a table.  Gradients are not counted."""
+    """Bytes of the weights and of what is kept beside them; printed as a table.  Gradients are not counted."""
 
     parameters: tuple[ParameterMemory, ...]
 
@@ -66,19 +66,23 @@ class Memory:
         """Bytes per element over all parameters, the weights counted."""
         return self.total / self.numel if self.numel else 0.0
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [("weights", self.weights), *self.states.items(), ("total", self.total)]
         width = max(len(name) for name, _ in lines)
         plans = list(dict.fromkeys(p.plan for p in self.parameters))
-        table = [f"{len(self.parameters)} tensors, {self.numel:,} elements, plan {', '.join(plans) or 'none'}"]
+        table = [f"{_tensors(self)}, {self.numel:,} elements, plan {', '.join(plans) or 'none'}"]
         for name, size in lines:
             per = size / self.numel if self.numel else 0.0
             table.append(f"  {name:<{width}}  {human(size):>10}  {per:8.4f} bytes per element")
         for plan in plans if len(plans) > 1 else ():
             part = Memory(tuple(p for p in self.parameters if p.plan == plan))
-            tensors = f"{len(part.parameters)} tensor{'s' * (len(part.parameters) > 1)}"
-            table.append(f"  {plan}: {tensors}, {part.numel:,} elements, {part.per_element:.4f} bytes each")
+            table.append(f"  {plan}: {_tensors(part)}, {part.numel:,} elements, {part.per_element:.4f} bytes each")
         return "\n".join(table)
+
+
+def _tensors(memory: Memory) -> str:
+    count = len(memory.parameters)
+    return f"{count} tensor{'s' * (count != 1)}"
 
 
 def human(size: int) -> str:
