@@ -15,7 +15,7 @@ import pytest
 import optgen
 import specs
 from optgen.base.errors import UserError
-from optgen.driver import cli, fuzz, load, terminal, watch
+from optgen.driver import cli, fuzz, load, swap, terminal, watch
 from optgen.driver.fuzz import Example, read_example
 from optgen.lower import naming
 
@@ -152,8 +152,9 @@ def test_doctor(run: Run) -> None:
     code, out, _ = run("doctor", "--json")
     lines = {line["what"]: line for line in as_json(out)["lines"]}
     assert code == 0
-    assert {"optgen", "python", "torch", "triton", "gpu", "compiler", "cache"} <= set(lines)
+    assert {"optgen", "python", "torch", "triton", "gpu", "compiler", "kernel cache", "code cache"} <= set(lines)
     assert lines["optgen"]["found"].startswith(optgen.__version__)
+    assert as_json(out)["verdict"].startswith("ready: ")
 
 
 def test_doctor_says_three_where_something_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +163,26 @@ def test_doctor_says_three_where_something_is_missing(run: Run, monkeypatch: pyt
     monkeypatch.setattr(doctor, "NEEDED", ("no-such-package",))
     code, out, _ = run("doctor", "--json")
     assert (code, as_json(out)["exit"]) == (3, 3)
+    assert as_json(out)["verdict"] == "not ready: no-such-package missing"
+
+
+def test_doctor_warns_of_a_cache_that_is_not_used(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, code_folder = tmp_path / "kernels", tmp_path / "code/optgen"
+    kernels.mkdir()
+    code_folder.mkdir(parents=True, mode=0o777)
+    code_folder.chmod(0o777)
+    monkeypatch.setenv("OPTGEN_CACHE", str(kernels))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "code"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != kernels)
+    code, out, _ = run("doctor", "--json")
+    data = as_json(out)
+    lines = {line["what"]: line for line in data["lines"]}
+    assert (code, lines["cpu"]["verdict"]) == (0, "ok")
+    for what, folder, why in (("kernel cache", kernels, "read-only"), ("code cache", code_folder, "other users")):
+        assert lines[what]["verdict"] == "warning"
+        assert lines[what]["found"].startswith(f"{folder}, ")
+        assert lines[what]["advice"].startswith(why)
+    assert data["verdict"].endswith("; see the warning at kernel cache and code cache")
 
 
 def test_version_and_help(run: Run) -> None:
@@ -430,6 +451,43 @@ def test_interruption(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor, "doctor", interrupted)
     assert run("doctor", "--json")[0] == 130
+
+
+def test_lines_are_padded_nowhere_and_as_wide_as_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    wide = run("explain", "came")[1]
+    assert not [line for line in wide.splitlines() if line != line.rstrip()]
+    assert "\nwhy        " in wide
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = run("explain", "came")[1]
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.split("between steps")[1].split()[-5:] == wide.split("between steps")[1].split()[-5:]
+
+
+def test_a_build_says_how_its_classes_are_imported(project: Path, run: Run) -> None:
+    for name in ("one", "two", "three", "four"):
+        run("new", name)
+    assert run("build", "one", "--plan", "fp32")[1].endswith("\nfrom generated import One\n")
+    assert run("build", "--plan", "fp32")[1].endswith("\nfrom generated import Four, One, Three, ...\n")
+    assert run("build", "--plan", "fp32")[1] == "generated: 0 written, 0 removed, 22 unchanged\n"
+    assert "import" not in run("build", "one", "--plan", "fp32", "--out", "1st/2nd")[1]
+
+
+def test_bytes_of_a_plan_are_listed_for_both_dtypes(run: Run) -> None:
+    plans = {p["name"]: (p["bytes"], p["bytes_float32"]) for p in as_json(run("list", "--json")[1])["plans"]}
+    assert (plans["fp32"], plans["int8"]) == (("10", "12"), ("4.0625", "6.0625"))
+    line = next(line for line in run("list")[1].splitlines() if line.startswith(" fp32 "))
+    assert line.split()[:3] == ["fp32", "10", "12"]
+
+
+def test_a_folder_that_cannot_be_written_has_a_hint(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(project / "generated"))
+
+    run("new", "one")
+    monkeypatch.setattr(swap, "replace_files", refused)
+    code, _, err = run("build", "--plan", "fp32")
+    assert (code, "E413" in err, "--out FOLDER" in err) == (2, True, True)
 
 
 def test_no_colour_in_a_pipe_or_under_no_color() -> None:

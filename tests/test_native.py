@@ -332,7 +332,7 @@ def test_an_isa_that_the_cpu_has_not_stops_the_step(monkeypatch: pytest.MonkeyPa
 def test_describe(shared: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     same_as_eager()
     found = native.describe()
-    assert set(found) == {"compiler", "version", "isa", "cache", "kernels", "writable", "openmp", "problem"}
+    assert set(found) == {"compiler", "version", "isa", "cache", "kernels", "private", "writable", "openmp", "problem"}
     assert found["problem"] is None
     assert found["cache"] == str(shared)
     assert found["kernels"] >= 2
@@ -620,7 +620,8 @@ def test_a_folder_that_others_can_write(mode: int, folder: Path, monkeypatch: py
     assert len(caught) == 1
     assert "momentum-float32" in done
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    assert native.describe()["problem"]
+    found = native.describe()
+    assert (found["problem"], found["private"], found["writable"]) == (None, False, False)
     same_as_eager()  # no second warning, no second compilation
     assert done.count("momentum-float32") == 1
 

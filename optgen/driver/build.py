@@ -77,6 +77,7 @@ class Outcome:
     diff: str = ""
     folder: Path = Path()
     packages: list[str] = field(default_factory=list)  # what was printed now: "adamw/int8_split24"
+    classes: list[str] = field(default_factory=list)
 
     @property
     def clean(self) -> bool:
@@ -164,9 +165,9 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     try:
         taken = out.exists() and not out.is_dir()
     except OSError as error:  # a name that is too long
-        raise UserError("E413", path=f"{request.out or config.out:.80}", why=error.strerror or str(error)) from error
+        raise _not_written(request.out or config.out, error.strerror or str(error)) from error
     if taken:
-        raise UserError("E413", path=relative(str(out)), why="it is not a folder")
+        raise _not_written(relative(str(out)), "it is not a folder")
     if not request.check:
         swap.recover(out)
     manifest = read_manifest(out, request.force)
@@ -188,6 +189,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs)
     files[MANIFEST] = new.text()
     outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
+    outcome.classes = sorted(u.spec.class_name for u in units)
     _compare(out, files, stale, outcome)
     if request.check:
         return outcome
@@ -496,7 +498,11 @@ def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
         _drop_empty(out, outcome.removed)
     except OSError as error:
         place = error.filename2 or error.filename or out
-        raise UserError("E413", path=relative(str(place)), why=error.strerror) from error
+        raise _not_written(relative(str(place)), error.strerror or str(error)) from error
+
+
+def _not_written(path: str, why: str) -> UserError:
+    return UserError("E413", path=f"{path:.80}", why=why, hint="--out FOLDER writes to another folder")
 
 
 def _drop_empty(out: Path, removed: Sequence[str]) -> None:

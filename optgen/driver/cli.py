@@ -155,6 +155,10 @@ def _tell_build(t: Terminal, outcome: Any, check: bool) -> None:
     changed = f"{len(outcome.written)} written, {len(outcome.removed)} removed, {outcome.unchanged} unchanged"
     compiled = f", {t.result['compiled']} C++ kernels compiled" if "compiled" in t.result else ""
     t.show(f"{outcome.out}: {changed}{compiled}")
+    package = outcome.out.replace("/", ".")
+    if outcome.written and all(name.isidentifier() for name in package.split(".")):
+        more = ", ..." if len(outcome.classes) > 3 else ""
+        t.show(f"from {package} import {', '.join(outcome.classes[:3])}{more}")
 
 
 @app.command("list")
@@ -172,9 +176,9 @@ def list_(json: Json = False) -> None:
         places = [relative(r["file"]) if r["own"] else "ready-made" for r in specs]
         made = [(r["name"], r["class"], r["like"], r["states"], p) for r, p in zip(specs, places, strict=True)]
         t.show(table("optimizers", own, made))
-        rows = [(r["name"], r["bytes"], r["discouraged"], r["doc"]) for r in plans]
-        t.show(table("plans", ("plan", "B/parameter*", "", ""), rows))
-        t.show("* AdamW's weight and states for bf16 parameters; gradients not counted")
+        rows = [(r["name"], r["bytes"], r["bytes_float32"], r["discouraged"], r["doc"]) for r in plans]
+        t.show(table("plans", ("plan", "bf16*", "fp32*", "", ""), rows))
+        t.show("* bytes of AdamW's weight and states per parameter of that dtype; gradients not counted")
         for file in idle:
             t.log(load.NO_SPEC.format(file=file), "yellow")
         t.show("discouraged: the lint finds an error for AdamW's kind of states; using the plan warns (optgen explain)")
@@ -278,29 +282,31 @@ def explain(
 
 def _tell_explanation(t: Terminal, x: Any) -> None:
     flags = ", ".join(f"{k}={v}" for k, v in x.flags.items())
-    t.show(f"{x.spec} under {x.plan}, {x.param} parameters" + (f", {flags}" if flags else "") + f"  ({x.source})")
+    head = f"{x.spec} under {x.plan}, {x.param} parameters" + (f", {flags}" if flags else "")
+    t.show_filled(f"{head}  ({x.source})", 4)
     for line in x.formulas:
-        t.show(f"    {line}")
+        t.show_filled(f"    {line}", 8)
     rows = [(k.name, k.stored, f"{k.bytes:g}", k.error, k.valid) for k in x.memory]
     rows.append(("total", "", f"{x.total:g}", "", f"{x.plain:g} in fp32"))
     t.show(table("between steps", ("value", "stored as", "B/param", "|error| <=", "where"), rows))
     for k in x.memory:
         if k.steady:
-            t.show(f"stored again at every step  {k.name}: {k.steady}")
+            t.show_filled(f"stored again at every step  {k.name}: {k.steady}", 28)
     for n, s in enumerate(x.sweeps, 1):
         reads, writes = (" ".join(part) for part in (s.reads, s.writes))
         what = [f"writes {writes}"] if writes else []
         what += [f"reduces {', '.join(s.reduces)}"] if s.reduces else []
-        t.show(f"sweep {n}/{len(x.sweeps)}  reads {reads}; {'; '.join(what)}: {s.bytes:g} B per parameter")
-    t.show(f"why        {x.sweeps[-1].why}")
-    t.show(f"traffic    {x.traffic:g} B per parameter and step; {x.milliseconds:.3g} ms per 1e9 parameters at 4.8 TB/s")
-    t.show(f"host       {len(x.host)} scalars in fp64 per step: " + ", ".join(name for name, _ in x.host))
+        t.show_filled(f"sweep {n}/{len(x.sweeps)}  reads {reads}; {'; '.join(what)}: {s.bytes:g} B per parameter")
+    speed = f"{x.milliseconds:.3g} ms per 1e9 parameters at 4.8 TB/s"
+    t.show_filled(f"why        {x.sweeps[-1].why}")
+    t.show_filled(f"traffic    {x.traffic:g} B per parameter and step; {speed}")
+    t.show_filled(f"host       {len(x.host)} scalars in fp64 per step: " + ", ".join(name for name, _ in x.host))
     if x.rules:
-        t.show(f"fast maths rounds differently by: {', '.join(x.rules)}")
+        t.show_filled(f"fast maths rounds differently by: {', '.join(x.rules)}")
     for f in x.findings:
-        t.show(f"lint       {f}")
+        t.show_filled(f"lint       {f}")
     if x.discouraged:
-        t.show(f"discouraged {x.discouraged}")
+        t.show_filled(f"discouraged {x.discouraged}", 12)
     elif not x.findings:
         t.show("lint       nothing to say")
 
@@ -423,11 +429,13 @@ def doctor(json: Json = False) -> None:
         from dataclasses import asdict
 
         from optgen.driver.doctor import doctor as look
+        from optgen.driver.doctor import verdict
 
         lines = look()
-        t.result["lines"] = [asdict(line) for line in lines]
-        marks = {"ok": "ok", "note": "note", "missing": "MISSING"}
+        t.result |= {"lines": [asdict(line) for line in lines], "verdict": verdict(lines)}
+        marks = {"ok": "ok", "note": "note", "warning": "WARNING", "missing": "MISSING"}
         t.show(table("", ("", "", "", ""), [(marks[x.verdict], x.what, x.found, x.advice) for x in lines]))
+        t.show(t.result["verdict"])
         if any(x.verdict == "missing" for x in lines):
             t.fail(MISSING)
 

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ import optgen
 from optgen.base import ready
 from optgen.driver import compile as compiling
 
-Verdict = Literal["ok", "note", "missing"]
+Verdict = Literal["ok", "note", "warning", "missing"]
 NEEDED = ("torch", "numpy", "sympy", "jinja2", "typer", "rich", "hypothesis")
 
 
@@ -37,10 +37,24 @@ def doctor() -> list[Line]:
     ]
     lines += [_package(name, "missing") for name in NEEDED]
     lines.append(_package("triton", "note", "without Triton optimizers step in eager PyTorch on GPUs: right, but slow"))
-    lines += [_guarded("gpu", _gpu), _guarded("cpu", _cpu), _guarded("compiler", _compiler), _guarded("cache", _cache)]
+    looks = {"gpu": _gpu, "cpu": _cpu, "compiler": _compiler, "kernel cache": _kernel_cache, "code cache": _code_cache}
+    lines += [_guarded(what, look) for what, look in looks.items()]
     if os.environ.get("TRITON_INTERPRET") == "1":
         lines.append(Line("TRITON_INTERPRET", "1", "note", "Triton kernels are interpreted: right, but very slow"))
     return lines
+
+
+def verdict(lines: Sequence[Line]) -> str:
+    """Return one line for all: ready or not, and where optimizers step."""
+    missing = [x.what for x in lines if x.verdict == "missing"]
+    if missing:
+        return f"not ready: {', '.join(missing)} missing"
+    of = {x.what: x.verdict for x in lines}
+    gpu, cpu = of["gpu"] == "ok", of["cpu"] == "ok"
+    places = [f"{'Triton kernels' if of['triton'] == 'ok' else 'eager PyTorch'} on GPUs"] if gpu else []
+    places.append(f"{'C++ kernels' if cpu else 'eager PyTorch'} on the CPU")
+    warned = [x.what for x in lines if x.verdict == "warning"]
+    return f"ready: {', '.join(places)}" + (f"; see the warning at {' and '.join(warned)}" if warned else "")
 
 
 def _package(name: str, absent: Verdict, advice: str = "") -> Line:
@@ -75,8 +89,7 @@ def _cpu() -> Line:
     found = native.describe()
     if found["problem"]:
         return Line("cpu", "eager PyTorch", "note", f"{found['problem']}; optimizers step on the CPU many times slower")
-    kept = f"{found['kernels']} kernels in {found['cache']}" + ("" if found["writable"] else ", which takes no more")
-    return Line("cpu", f"{found['isa']}, {found['version']}; {kept}")
+    return Line("cpu", f"{found['isa']}, {found['version']}")
 
 
 def _compiler() -> Line:
@@ -84,13 +97,28 @@ def _compiler() -> Line:
     path = shutil.which(name) if name else None
     if path is None:
         return Line("compiler", "none", "note", "Triton compiles its launchers with one: install gcc")
-    return Line("compiler", path)
+    return Line("compiler", f"{path}, for Triton's launchers")
 
 
-def _cache() -> Line:
-    wanted = compiling.wanted_cache_folder()
-    if not wanted.exists():
-        return Line("cache", f"{wanted}, not there yet")
-    if not compiling.is_private(wanted):
-        return Line("cache", f"{wanted}, not private", "note", "others could write code there, so it is not used")
-    return Line("cache", str(wanted))
+def _kernel_cache() -> Line:
+    from optgen.runtime import native
+
+    found = native.describe()
+    text = f"{found['cache']}, {found['kernels']} compiled C++ kernels"
+    advice = "kernels are compiled again in every process; OPTGEN_CACHE names another folder"
+    return _cache("kernel cache", text, found["private"], found["writable"], advice)
+
+
+def _code_cache() -> Line:
+    folder = compiling.wanted_cache_folder()
+    present = next(place for place in (folder, *folder.parents) if place.exists())
+    private = present != folder or compiling.is_private(folder)
+    text = f"{folder}, generated code of optgen.compile" + ("" if present == folder else " (not there yet)")
+    advice = "code is kept for one process only; XDG_CACHE_HOME names another folder"
+    return _cache("code cache", text, private, os.access(present, os.W_OK), advice)
+
+
+def _cache(what: str, text: str, private: bool, writable: bool, advice: str) -> Line:
+    if not private:
+        return Line(what, text, "warning", f"other users can write to it, so it is not used: {advice}")
+    return Line(what, text) if writable else Line(what, text, "warning", f"read-only: {advice}")

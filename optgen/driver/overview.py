@@ -34,9 +34,10 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     """A row of the list; bytes are AdamW's, whose two moments every plan is named after."""
     adamw = load.find_spec(ready.specs_dir() / "adamw.py")
     states = adamw.present({f.name: f.default for f in adamw.flags})
-    size = plan.storage(states, dtypes.bf16, False).bytes_per_param
-    row = {"name": plan.name, "doc": plan.doc.splitlines()[0] if plan.doc else "", "bytes": f"{size:g}"}
-    return row | {"discouraged": "discouraged" if plan.discouraged else "", "file": plan.loc.file}
+    size, of_fp32 = (f"{plan.storage(states, d, False).bytes_per_param:g}" for d in (dtypes.bf16, dtypes.f32))
+    row = {"name": plan.name, "doc": plan.doc.splitlines()[0] if plan.doc else "", "bytes": size}
+    word = "discouraged" if plan.discouraged else ""
+    return row | {"bytes_float32": of_fp32, "discouraged": word, "file": plan.loc.file}
 
 
 def plan_order(name: str) -> tuple[int, str]:

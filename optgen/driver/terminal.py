@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -60,8 +61,21 @@ class Terminal:
 
     def show(self, *what: RenderableType) -> None:
         """Part of the result, for people."""
-        if not self.as_json:
-            self.out.print(*what, markup=False, soft_wrap=all(isinstance(x, (str, Text)) for x in what))
+        if self.as_json:
+            return
+        if not self.out.is_terminal:  # tables are padded to the console's width
+            with self.out.capture() as printed:
+                self.out.print(*what, markup=False, soft_wrap=_is_text(what))
+            what = ("\n".join(line.rstrip() for line in printed.get().removesuffix("\n").split("\n")),)
+        self.out.print(*what, markup=False, soft_wrap=_is_text(what))
+
+    def show_filled(self, text: str, indent: int = 11) -> None:
+        """Show one line, wrapped with a hanging indent where there is a width to keep to."""
+        if _width(sys.stdout) is None:
+            text = textwrap.fill(
+                text, self.out.width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+            )
+        self.show(text)
 
     def log(self, text: str, style: str = "") -> None:
         """About the way to the result."""
@@ -111,8 +125,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def _width(stream: Any) -> int | None:
-    """Tables in a pipe or a file are not squeezed into 80 columns."""
-    return None if stream.isatty() else 140
+    """Tables in a pipe or a file are not squeezed into 80 columns; COLUMNS says otherwise."""
+    return None if stream.isatty() or os.environ.get("COLUMNS", "").isdigit() else 140
+
+
+def _is_text(what: Iterable[object]) -> bool:
+    return all(isinstance(x, (str, Text)) for x in what)
 
 
 @contextmanager

@@ -558,9 +558,10 @@ def describe() -> dict[str, Any]:
     compiler, version    None where there is none
     isa                  "avx512vbmi", "avx512", "avx2" or "portable"
     cache, kernels       the folder, and how many compiled kernels it holds
+    private              False if other users can write to the folder, which is then not used
     writable             whether this process may add to it
     openmp               torch's OpenMP runtime, None where it has none
-    problem              what stands in the way, None where nothing does
+    problem              why no kernel can be compiled, None where one can
     """
     by = compiler()
     problem = None if by is not None else no_compiler()
@@ -571,16 +572,15 @@ def describe() -> dict[str, Any]:
     folder = cache_folder()
     present = next((place for place in (folder, *folder.parents) if place.exists()), None)
     writable = present is not None and present.is_dir() and os.access(present, os.W_OK)
-    if present == folder and not (sys.platform == "win32" or _ours(folder.stat())):
-        problem = problem or f"{folder} belongs to or can be written by other users"
-        writable = False
+    private = present != folder or sys.platform == "win32" or _ours(folder.stat())
     return {
         "compiler": shlex.join(by.command) if by else None,
         "version": by.version if by else None,
         "isa": name,
         "cache": str(folder),
         "kernels": len(list(folder.glob("*.so"))) if folder.is_dir() else 0,
-        "writable": writable,
+        "private": private,
+        "writable": writable and private,
         "openmp": share_openmp(),
         "problem": problem,
     }
