@@ -703,7 +703,7 @@ def test_compile_in_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "m" in opt.state[p]
     with pytest.raises(ValueError, match="did you mean 'fp32'") as caught:
         cls([p], plan="fp23")
-    assert caught.value.__suppress_context__, "a second traceback with the same text"
+    assert caught.value.__cause__ is None, "a second traceback with the same text"
     compiling.cache_folder.cache_clear()
 
 
