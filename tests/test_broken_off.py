@@ -6,7 +6,8 @@ import copy
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 import optgen.optim as optim
-from optgen.runtime import Optimizer, control, cpu, launch, offload, optimizer
+from optgen import cast_model
+from optgen.runtime import Optimizer, control, cpu, launch, offload, optimizer, weights
 from tests.test_offload import moved
 from tests.test_replay_triton import everything, params_of
 
@@ -411,6 +413,46 @@ def test_a_step_is_whole_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch,
             opt.step()
         assert everything(opt) == everything(whole)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def begun(monkeypatch: pytest.MonkeyPatch, press: int, saved: dict[str, Any] | None) -> tuple[optim.AdamW, int]:
+    """Three steps of a model that was cast, the first ones' states `saved`; Ctrl-C is pressed at a place of `settle`.
+
+    Returns how many places there are, too.
+    """
+    draw = torch.Generator().manual_seed(3)
+    model = nn.ParameterList(torch.randn(40, 120, generator=draw) for _ in range(2))
+    opt = optim.AdamW(cast_model(model, torch.bfloat16).named_parameters(), plan="int8_split24", backend="reference")
+    places, real = [0], weights.settle
+
+    def pressed(items: Iterable[Any]) -> Iterator[Any]:
+        for item in (*items, None):
+            places[0] += 1
+            if places[0] == press:
+                signal.raise_signal(signal.SIGINT)
+            if item is not None:
+                yield item
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "settle", lambda rounded, params: real(pressed(rounded), pressed(params)))
+        give(opt, 0)
+        with pytest.raises(KeyboardInterrupt) if press else nullcontext():
+            opt.step() if saved is None else opt.load_state_dict(saved)
+    for step in range(0 if press and saved is None else 1, 3):
+        give(opt, step)
+        opt.step()
+    return opt, places[0]
+
+
+@pytest.mark.usefixtures("listening")
+@pytest.mark.parametrize("loads", [False, True], ids=["the first step", "loading"])
+def test_states_and_their_weights_are_taken_together(monkeypatch: pytest.MonkeyPatch, loads: bool) -> None:
+    """Ctrl-C between the two would leave states whose weights were not written: the run would go on with other bits."""
+    saved = begun(monkeypatch, 0, None)[0].dense_state_dict() if loads else None
+    whole, places = begun(monkeypatch, 0, saved)
+    assert places == 6
+    for press in range(1, places + 1):
+        assert everything(begun(monkeypatch, press, saved)[0]) == everything(whole), press
 
 
 @pytest.mark.usefixtures("listening")

@@ -875,19 +875,26 @@ class Optimizer(torch.optim.Optimizer):
             )
             for b, i in fresh
         ]
-        shared.begin(self.state, new, fresh, groups)
+        with interrupts.Later():  # states without the weights that belong to them would go on with other bits
+            self._take_states(fresh, new, rounded)
+        whole.collect_states(buckets.values())
+        return list(buckets.values())
+
+    def _take_states(
+        self, fresh: list[tuple[Bucket, int]], new: list[state.State], rounded: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Take over states that were made for a step, and write the weights that belong to them."""
+        shared.begin(self.state, new, fresh, self.param_groups)
         for (b, i), entry in zip(fresh, new, strict=True):
             b.states[i] = entry
             shard = b.shards[i]
             if shard is None:
-                states[b.params[i]] = entry
+                self.state[b.params[i]] = entry
             else:
                 added = {key: value for key, value in entry.items() if key == "step" or key not in shard.owner}
                 shard.owner.update(shard.parts.wrapped(added))
-                states[shard.p] = shard.owner
-        whole.collect_states(buckets.values())
+                self.state[shard.p] = shard.owner
         weights.settle(rounded, [b.kept(i) for b, i in fresh])
-        return list(buckets.values())
 
     def _begins(
         self, group: dict[str, Any], variant: Variant, p: Tensor, entry: state.State | None, name: str | int
@@ -1216,11 +1223,12 @@ class Optimizer(torch.optim.Optimizer):
                 for p, home in moved:
                     state.settle(p, home)
                 raise
-            self._replay, self._broke_off = replay.Keeper(), None
             started = [p for p in loaded.states if isinstance(p, Tensor) and state.of(loaded.states, p)]
-            weights.settle(loaded.rounded, started)
-        self.state = defaultdict(dict, loaded.states)
-        self.param_groups = loaded.groups
+            with interrupts.Later():
+                self._replay, self._broke_off = replay.Keeper(), None
+                weights.settle(loaded.rounded, started)
+                self.state = defaultdict(dict, loaded.states)
+                self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
