@@ -15,6 +15,8 @@ import itertools
 import json
 import math
 import os
+import platform
+import re
 import secrets
 import struct
 import zipfile
@@ -357,21 +359,30 @@ def instead_of(path: Path) -> Iterator[IO[bytes]]:
 
     An OSError names `path`: nobody knows the new file.
     """
-    made = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    _sweep(path)
+    made = path
     try:
-        descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        made, descriptor = _begun(path)
         try:
-            with os.fdopen(descriptor, "w+b") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(made, path)
+            held = os.dup(descriptor) if os.name == "posix" else None  # the lock ends with the last of its descriptors
+            try:
+                with os.fdopen(descriptor, "w+b") as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(made, path)
+            finally:
+                if held is not None:
+                    os.close(held)
         except BaseException:
             with suppress(OSError):
                 made.unlink()
             raise
     except OSError as error:
-        if str(error.filename) != str(made):
+        if made == path and isinstance(error, FileNotFoundError):
+            why = f"there is no folder {str(path.parent)!r}; make it first"
+            raise FileNotFoundError(error.errno, why, str(path)) from None
+        if error.filename is not None and str(error.filename) not in (str(made), str(path)):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
     if hasattr(os, "O_DIRECTORY"):  # the name is safe only when the folder is
@@ -382,6 +393,52 @@ def instead_of(path: Path) -> Iterator[IO[bytes]]:
             os.close(folder)
 
 
+def _begun(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, locked where the file system has locks: so `_sweep` sees that it is being written."""
+    while True:
+        made = path.with_name(f".{path.name}.{_machine()}{secrets.token_hex(4)}.tmp")
+        descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        if _lock(descriptor) is not False and made.exists():
+            return made, descriptor
+        os.close(descriptor)  # another save swept it before it was locked
+
+
+def _sweep(path: Path) -> None:
+    """Delete what saves to `path` have left that were killed on this machine: nobody has a lock on it.
+
+    Process numbers would not tell: they are given again, and containers count their own.
+    """
+    left = re.compile(rf"\.{re.escape(path.name)}\.{_machine()}[0-9a-f]{{8}}\.tmp")
+    with suppress(OSError):
+        for entry in os.scandir(path.parent):
+            if left.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with suppress(OSError):
+                    descriptor = os.open(entry.path, os.O_RDWR)
+                    try:
+                        if _lock(descriptor):
+                            os.unlink(entry.path)
+                    finally:
+                        os.close(descriptor)
+
+
+def _machine() -> str:
+    """A hash of this machine's name: locks on a shared file system may be known to one machine alone."""
+    return hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock a file until it is closed; False where another process has locked it, None where there are no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
+
+
 # -- as a zip archive ------------------------------------------------------------------------------------------
 
 
@@ -390,6 +447,7 @@ class _Hashing:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.hash, self.end = file, hashlib.sha256(), b""
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         data = memoryview(data).cast("B")
@@ -405,7 +463,11 @@ class _Hashing:
 
     def _put(self, data: bytes | memoryview) -> None:
         self.hash.update(data)
-        self.file.write(data)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         """Nothing to do before the end is known."""
@@ -413,7 +475,10 @@ class _Hashing:
 
 def _write_zip(file: IO[bytes], content: Mapping[str, Any]) -> None:
     hashing = _Hashing(file)
-    torch.save(content, hashing)  # type: ignore[arg-type]
+    try:
+        torch.save(content, hashing)  # type: ignore[arg-type]
+    except RuntimeError as error:  # torch's own, when it ends its archive in a file that could not be written
+        raise hashing.error or error from None
     hashing._put(hashing.end[:-2] + struct.pack("<H", COMMENT))
     file.write(MARK + hashing.hash.hexdigest().encode())
 
@@ -469,10 +534,12 @@ def check_bytes(path: Path) -> None:
         file.seek(max(0, size - COMMENT))
         comment = file.read()
         if not comment.startswith(MARK):
-            whole = zipfile.is_zipfile(path)
+            if not zipfile.is_zipfile(path):
+                raise CheckpointError(f"{path} has no checksum at its end: it was cut short")
             raise CheckpointError(
-                f"{path} has no checksum at its end: "
-                + ("it was not written by save_checkpoint; see `optgen convert`" if whole else "it was cut short")
+                f"{path} has no checksum at its end: it was not written by save_checkpoint. The optimizer's state dict "
+                f'in a file of torch.save is loaded by opt.load_state_dict(torch.load({str(path)!r})["optimizer"]), '
+                f"under the key that it was saved with; `optgen convert` gives it another plan"
             )
         file.seek(0)
         found = hashlib.sha256()
