@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -887,3 +888,56 @@ def test_the_number_of_micro_batches_may_be_changed() -> None:
     p.sum().backward()
     assert not torch.equal(p, before)
     assert handle.accumulate == 2
+
+
+# -- outcomes that would be wrong without a word
+
+
+def test_several_backwards_before_a_step_warn_once() -> None:
+    model = net()
+    opt = optim.AdamW(model.named_parameters(), plan="fp32_master")
+    opt.release_gradients(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(6):
+            model.loss(k).backward()
+            if k % 2:
+                opt.step()
+    (one,) = caught
+    assert one.filename == __file__
+    assert "'table.weight' (bfloat16 [24, 64]) was updated 2 times since the last step()" in str(one.message)
+    assert "give accumulate=2" in str(one.message)
+
+
+@pytest.mark.parametrize("steps", ["each", "none", "accumulated"])
+def test_loops_that_update_as_they_mean_to_are_not_warned_of(steps: str) -> None:
+    model = net()
+    opt = optim.AdamW(model.named_parameters(), plan="fp32_master")
+    opt.release_gradients(model, accumulate=2 if steps == "accumulated" else 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for k in range(4):
+            model.loss(k).backward()
+            if steps == "each" or (steps == "accumulated" and k % 2):
+                opt.step()
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_clipping_by_torch_warns_once_where_the_gradients_were_released(clip: float | None) -> None:
+    model = net()
+    opt = optim.AdamW(model.named_parameters(), plan="fp32_master")
+    handle = opt.release_gradients(model, clip=clip)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # before the first backward there are none to miss
+        for k in range(3):
+            model.loss(k).backward()
+            nn.utils.clip_grad_norm_(net().parameters(), 1.0)  # another model's
+            assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
+            opt.step()
+        handle.remove()
+        model.loss(3).backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+    assert [(w.filename, str(w.message)[:70]) for w in caught] == [
+        (__file__, "AdamW.release_gradients: clip_grad_norm_ found no gradients and clippe")
+    ] * (clip is None)

@@ -10,12 +10,13 @@ because they came into the optimizer after the hooks were placed).
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from optgen.runtime import alone, checkpoint, options, plans, replay, sharding, state, strays
 from optgen.runtime.arena import Arena
 from optgen.runtime.records import Variant, as_float, as_int
+from optgen.runtime.warn import warn
 
 if TYPE_CHECKING:
     from optgen.runtime.optimizer import Optimizer
@@ -44,11 +46,13 @@ class One:
     summed   micro-batches since the last update
     sums     keeps the sum of their gradients, where that is not p.grad itself
     trained  whether a gradient has come since the user's last step()
+    updates  how many updates it has made since then
     roomy    whether a step, this or another one, needs room as large as the parameter
     """
 
     __slots__ = (
-        "flags", "group", "name", "number", "p", "place", "roomy", "stepper", "summed", "sums", "trained", "variant",
+        "flags", "group", "name", "number", "p", "place", "roomy", "stepper", "summed", "sums", "trained", "updates",
+        "variant",
     )  # fmt: skip
 
     def __init__(self, optimizer: Optimizer, p: Tensor, number: int, place: int, name: str | int) -> None:
@@ -59,7 +63,7 @@ class One:
         known = optimizer._dtypes.get(id(p))
         if known is not None:
             self.stepper._dtypes[id(p)] = known
-        self.summed = 0
+        self.summed = self.updates = 0
         self.trained = False
         self.sums: Sums | None = None
         self.flags: object = None
@@ -154,6 +158,35 @@ class Hook:
     def release(self) -> Release | None:
         """Whose it is, as long as that is there."""
         return self._release()
+
+
+def _releases(p: Tensor) -> Iterator[Release]:
+    """Yield the releases that have a hook on the parameter."""
+    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+        if isinstance(hook, Hook) and (found := hook.release()) is not None:
+            yield found
+
+
+def _watch_clipping() -> None:
+    """Have torch's clip_grad_norm_ warn where it looks for gradients that were released.
+
+    Every trainer's clipping by norm passes through it, and nothing else can see that it finds no gradients.
+    """
+    module: Any = torch.nn.utils.clip_grad
+    plain = getattr(module, "_clip_grads_with_norm_", None)
+    if plain is None or hasattr(plain, "optgen"):
+        return
+
+    @functools.wraps(plain)
+    def watched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and not isinstance(parameters, Tensor):
+            for p in parameters:
+                for release in _releases(p):
+                    release.warn_unclipped(p)
+        return plain(parameters, *args, **kwargs)
+
+    cast(Any, watched).optgen = True
+    module._clip_grads_with_norm_ = watched
 
 
 def _connect(p: Tensor) -> None:
@@ -261,6 +294,7 @@ class Release:
         self._previous: Tensor | None = None
         self._counts: dict[str | int, int] = {}
         self._looked = False
+        self._warned: set[str] = set()
         self._refuse_wrappers()
         wanted = self._wanted()
         if not wanted:
@@ -274,6 +308,8 @@ class Release:
         optimizer._replay = replay.Keeper()  # of steps over parameters that get theirs within backward now
         for one in ones:
             self._place(one)
+        if clip is None:
+            _watch_clipping()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -286,9 +322,8 @@ class Release:
         """RuntimeError where another optimizer updates one of the parameters within backward: that one would free the
         gradient, and this one would never see any."""
         for p in params:
-            for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
-                other = hook.release() if isinstance(hook, Hook) else None
-                owner = None if other is None or other is self else other._optimizer()
+            for other in _releases(p):
+                owner = None if other is self else other._optimizer()
                 if owner is not None:
                     raise RuntimeError(
                         f"{type(self.optimizer).__name__}.release_gradients: the gradient of a parameter of shape "
@@ -403,6 +438,7 @@ class Release:
         one.step(self.optimizer)
         p.grad = None
         one.summed = 0
+        one.updates += 1
 
     def _clip_one(self, one: One) -> None:
         """In place, and as torch.nn.utils does it."""
@@ -438,7 +474,7 @@ class Release:
                 one = One(self.optimizer, p, number, place, name)
                 one.refresh(self.optimizer)
                 if old is not None:
-                    one.summed, one.trained = old.summed, old.trained
+                    one.summed, one.trained, one.updates = old.summed, old.trained, old.updates
                     if old.summed or old.name == name:
                         one.sums = old.sums
                         if one.sums is not None:
@@ -485,9 +521,42 @@ class Release:
             if alone:
                 found.places = {e.position for e in self.optimizer._entries() if id(e.p) in alone}
                 found.others_live = any(not one.is_alone(self.optimizer) for one in ones if one.trained)
+        self._warn_repeated(ones)
         for one in ones:
-            one.trained = False
+            one.trained, one.updates = False, 0
         return found
+
+    def _warn_repeated(self, ones: Iterable[One]) -> None:
+        """Warn, once, where a parameter was updated several times since the last step(): in each of several backwards.
+
+        A loop without step() is not warned of: each of its backwards is meant to update.
+        """
+        most = max(ones, key=lambda one: one.updates, default=None)
+        if most is None or most.updates < 2 or "updates" in self._warned:
+            return
+        self._warned.add("updates")
+        warn(
+            f"{type(self.optimizer).__name__}.release_gradients: {state.label(most.p, most.name)} was updated "
+            f"{most.updates} times since the last step(), once in each of several backwards.  For one update from the "
+            f"sum of their gradients give accumulate={most.updates * self.accumulate}; for an update in each, call "
+            f"step() after each",
+            type(self.optimizer),
+        )
+
+    def warn_unclipped(self, p: Tensor) -> None:
+        """Warn, once, where gradients are to be clipped of which that of `p` has been released, without clip=."""
+        one, optimizer = self._ones.get(id(p)), self._optimizer()
+        updated = one is not None and one.updates > 0 and p.grad is None
+        if not updated or optimizer is None or self._clip is not None or "clip" in self._warned:
+            return
+        self._warned.add("clip")
+        warn(
+            f"{type(optimizer).__name__}.release_gradients: clip_grad_norm_ found no gradients and clipped nothing: "
+            f"they were released within backward.  Give release_gradients(..., clip=...), and turn the other clipping "
+            f"off (max_grad_norm=0 in transformers)",
+            type(optimizer),
+        )
+
 
     def _offload_holds(self) -> bool:
         """Whether what moves parameters to the host and back refers to them, too."""
