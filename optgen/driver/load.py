@@ -275,10 +275,11 @@ def _split(reference: str | Path) -> tuple[Path | None, str]:
 def _of(file: Path, kind: type[Found]) -> dict[str, Found]:
     """Name -> what the file itself defines of a kind, in its order; imported ones belong to another file."""
     out: dict[str, Found] = {}
-    names = [name for name, _ in declared(file)] if kind is Spec else []
-    for name in names:
-        if names.count(name) > 1:  # Python keeps the last one only
-            raise named_twice(name, (place for other, place in declared(file) if other == name))
+    written = declared(file)
+    for name, _ in written:
+        places = [place for other, place in written if other == name]
+        if len(places) > 1:  # Python keeps the last one only
+            raise named_twice(name, places)
     for key, value in vars(load(file)).items():
         if isinstance(value, kind) and not key.startswith("_") and _is_from(value, file):
             if isinstance(value, Plan):
