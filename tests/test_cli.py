@@ -408,6 +408,16 @@ def test_check_counts_specs_with_errors_and_names_files_without_a_spec(project: 
     assert (code, len(as_json(out)["errors"])) == (2, 2)
 
 
+def test_check_says_that_a_rule_refuses_vectors(project: Path, run: Run) -> None:
+    (project / "specs").mkdir()
+    text = RULE.format(step="lr * g / (row_max(abs(g)) + 1e-8)")
+    (project / "specs/r.py").write_text(HEAD.replace("hyper", "hyper, row_max") + text)
+    code, out, err = run("check")
+    assert (code, "1 spec is fine" in out, "r: L16 note" in err, "if not is_matrix:" in err) == (0, True, True, True)
+    code, out, _ = run("explain", "r")
+    assert (code, "L16 note" in out) == (0, True)
+
+
 def test_a_file_makes_two_specs_of_one_name(project: Path, run: Run) -> None:
     (project / "specs").mkdir()
     text = RULE.replace("\n", "\n    ").format(step="scale * lr * g")

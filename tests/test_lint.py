@@ -11,6 +11,7 @@ import torch
 
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
+from optgen.driver import load
 from optgen.driver.explain import memory
 from optgen.driver.judge import judge, look
 from optgen.formats import (
@@ -41,7 +42,9 @@ from optgen.formats import (
 from optgen.formats import bf16 as plain_bf16
 from optgen.formats.coded import HALF
 from optgen.formats.fp8 import numbers
-from optgen.lang import equal, exp, hyper, minimum, nonneg, optimizer, scalar, sqrt, state, where
+from optgen.lang import (
+    col_mean, equal, exp, flag, hyper, minimum, nonneg, optimizer, row_mean, scalar, shape_flag, sqrt, state, where,
+)  # fmt: skip
 from optgen.lang.declare import StateDecl
 from optgen.lang.values import Num
 from optgen.ops import dtypes, spaces
@@ -548,3 +551,35 @@ def test_a_rule_whose_step_is_no_number_late_in_training_is_warned_of() -> None:
     (found,) = lint.overflow(beyond_fp32, {})
     assert "made of nan" in found.reason  # 0 times what fp32 has no number for
     assert lint.overflow(falling, {}) == lint.overflow(adamw, {"amsgrad": True, "decouple_lr": False}) == []
+
+
+@optimizer(cite="none")
+def by_rows(p, g, m=state(), *, lr=hyper(1e-3, ge=0), wide=flag(False)):
+    size = row_mean(g * g) if wide else col_mean(g * g)
+    m = 0.9 * m + g / (sqrt(size) + 1e-8)
+    p = p - lr * m
+    return p, m
+
+
+@optimizer(cite="none")
+def by_rows_of_matrices(
+    p, g, m=state(), *, lr=hyper(1e-3, ge=0), is_matrix=shape_flag(lambda shape: len(shape) >= 2)
+):  # fmt: skip
+    if is_matrix:
+        g = g / (sqrt(row_mean(g * g)) + 1e-8)
+    m = 0.9 * m + g
+    p = p - lr * m
+    return p, m
+
+
+def test_a_rule_of_rows_says_that_it_refuses_vectors() -> None:
+    for found in (look(by_rows, plans.fp32).findings, judge(by_rows, plans.int8_split24).findings):
+        (note,) = (f for f in found if f.code == "L16")
+        assert note.severity == "note"
+        assert "is_matrix=shape_flag(lambda shape: len(shape) >= 2)" in str(note)
+        assert "`if not is_matrix:`" in str(note)
+    assert lint.vectors(by_rows_of_matrices) == []
+
+
+def test_no_ready_made_rule_refuses_vectors() -> None:
+    assert [name for name in load.entries() if lint.vectors(load.find_spec(name))] == []

@@ -218,6 +218,8 @@ def check(
                         said.setdefault(finding, []).append(name)
             for finding, under in said.items():
                 t.show(f"{r['name']} under {', '.join(under)}: {finding}")
+            for note in r["notes"]:
+                t.log(f"{r['name']}: {note}", "yellow")
         for error in errors:
             t.log(str(error), "red")
             t.fail(2)

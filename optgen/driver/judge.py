@@ -33,7 +33,7 @@ def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
         found = [f for case in cases for f in _linted(spec, case)]
     else:
         found = [f for case in cases for f in lint.check(spec, plan, case.storage, case.flags, _where(case))]
-    found += [f for case in cases for f in lint.overflow(spec, case.flags)]
+    found += [*(f for case in cases for f in lint.overflow(spec, case.flags)), *lint.vectors(spec)]
     return Verdict(_once(found), plan.discouraged or ("--force" if force else ""))
 
 
@@ -41,7 +41,7 @@ def look(spec: Spec, plan: Plan) -> Verdict:
     """The verdict without refusing on the lint's account; raises UserError where a format does not fit, or is wrong."""
     cases = list(targets.cases(spec, plan))
     found = [f for case in cases for f in (*_linted(spec, case), *lint.overflow(spec, case.flags))]
-    return Verdict(_once(found), plan.discouraged)
+    return Verdict(_once([*found, *lint.vectors(spec)]), plan.discouraged)
 
 
 def discouraged(spec: Spec, cases: Iterable[targets.Case]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from optgen.driver.project import is_pattern
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
+from optgen.verify import lint
 
 Track = Callable[[Iterable[Entry], int], Iterator[Entry]]
 
@@ -58,7 +59,8 @@ def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[lis
             errors.append(error)
             continue
         verdicts = {p.name: _verdict(spec, p) for p in chosen}
-        rows.append({"name": spec.name, "file": spec.loc.file, "plans": verdicts})
+        notes = [str(f) for f in lint.vectors(spec)]
+        rows.append({"name": spec.name, "file": spec.loc.file, "plans": verdicts, "notes": notes})
     return rows, errors
 
 

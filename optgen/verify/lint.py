@@ -22,6 +22,7 @@ L12 a codebook without the number that a block's largest magnitude becomes shrin
 L13 a nonnegative state that may be read back as 0 although it is not: a step is then divided by eps alone
 L14 means of rows and columns keep no element's maximum or minimum
 L15 what grows with the step becomes an infinity, or NaN, late in training
+L16 a rule of rows and columns without a branch for vectors refuses every model with a bias
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from optgen.ir import node as ir
 from optgen.lang import probe
 from optgen.lang.spec import Spec
 from optgen.lang.values import Value
-from optgen.lower import untouched
+from optgen.lower import needs_matrix, untouched
 from optgen.ops import dtypes, spaces, tables
 from optgen.ops.prims import REDUCTIONS
 from optgen.verify import bounds
@@ -128,6 +129,18 @@ def _overflow(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> tuple[Finding,
     name, value, place = found
     reason = f"at step {probe.LATE}, with default hyper-parameters, it is made of {value:g} at {place}"
     return (Finding("L15", "warning", name, reason),)
+
+
+def vectors(spec: Spec) -> list[Finding]:
+    """Return a note where the rule cannot step a parameter without rows and columns."""
+    if not needs_matrix(spec, spec.flag_values({}, shape=(1024,))):
+        return []
+    reason = (
+        "the rule reads rows and columns, so the optimizer refuses a model with biases. Write "
+        "`is_matrix=shape_flag(lambda shape: len(shape) >= 2)` after the `*`, and start the rule with `if not is_matrix:` "
+        "and the step of vectors"
+    )
+    return [Finding("L16", "note", "p", reason, " of vectors")]
 
 
 def lint(
