@@ -43,8 +43,21 @@ from optgen.formats import bf16 as plain_bf16
 from optgen.formats.coded import HALF
 from optgen.formats.fp8 import numbers
 from optgen.lang import (
-    col_mean, equal, exp, flag, hyper, minimum, nonneg, optimizer, row_mean, scalar, shape_flag, sqrt, state, where,
-)  # fmt: skip
+    col_mean,
+    equal,
+    exp,
+    flag,
+    hyper,
+    minimum,
+    nonneg,
+    optimizer,
+    row_mean,
+    scalar,
+    shape_flag,
+    sqrt,
+    state,
+    where,
+)
 from optgen.lang.declare import StateDecl
 from optgen.lang.values import Num
 from optgen.ops import dtypes, spaces

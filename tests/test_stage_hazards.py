@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import optgen
+from optgen import optim
 from optgen.lang import (
     flag,
     hyper,
@@ -322,3 +324,19 @@ def test_no_sum_is_left_to_atomics() -> None:
     ]
     assert {"kernels.cpp", "triton_kernels.py", "stages.h", "triton_prelude.py"} <= {file.name for file in texts}
     assert [file for file in texts if "atomic" in file.read_text().lower()] == []
+
+
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+def test_a_stack_of_experts_is_warned_of_once(name: str) -> None:
+    """The shipped rules take it as one matrix; its copy with matrix="last" takes each by itself, without a word."""
+    made = getattr(optim, name)
+    stacks = [(f"experts.{i}", torch.nn.Parameter(torch.zeros(4, 16, 8))) for i in range(2)]
+    with pytest.warns(UserWarning, match=r"'experts.0'.*one matrix of 4 rows.*matrix=\"last\"") as caught:
+        made([{"params": stacks[:1]}, {"params": stacks[1:]}])
+    assert (len(caught), caught[0].filename) == (1, __file__)
+    quiet = [torch.nn.Parameter(torch.zeros(shape)) for shape in [(8, 16), (8, 16, 3), (8, 16, 3, 3), (8,)]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made(quiet)
+        made([{"params": stacks, "adamw": True}])
+        optgen.compile(orthogonal_everywhere, plan="fp32")([p for _, p in stacks])

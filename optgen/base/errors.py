@@ -109,6 +109,7 @@ TABLE: dict[str, Row] = {
         "a rule is read several times, once for each setting of its flags: it may depend on its arguments only",
         "change no global or nonlocal name or list in it, and draw no random number; what steps keep is a state()",
     ),
+    "E129": Row("newton_schulz() cannot be used here: {why}", "", "{remedy}"),
     "E131": Row("{kind}: {text}", "raised by Python while the spec was traced"),
     "E132": Row(
         "the source of `{name}` cannot be read",

@@ -6,17 +6,40 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from optgen.base.errors import UserError
-from optgen.ir.node import postorder
+from optgen.ir.node import Node, postorder
 from optgen.lang.declare import flags_in
 from optgen.lang.probe import probe
+from optgen.ops import spaces
 
 if TYPE_CHECKING:
     from optgen.lang.spec import Spec, Trace
 
 
 def check_trace(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
-    """Checks of one trace: three steps on small numbers stay finite, and nonneg states stay nonneg."""
+    """Checks of one trace: functions of matrices stand where they are right, three steps on small numbers stay finite,
+    and nonneg states stay nonneg."""
+    for node in postorder([trace.p, *trace.states.values()]):
+        if node.op == "call":
+            _check_call(spec, node, trace)
     probe(spec, flags, trace)
+
+
+def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
+    """Raises UserError E129 for newton_schulz of blocks of rows, and of its own result, scaled or not."""
+    place = trace.places.get(node.uid, spec.loc)
+    if spec.blocks:
+        why = 'matrix="blocks" divides rows into blocks, and it takes the whole matrix'
+        remedy = 'write matrix="first"; for one matrix per attention head, make each head a parameter of its own'
+        raise UserError("E129", loc=place, why=why, remedy=remedy)
+    inner = node.args[0]
+    while inner.op in ("mul", "div", "neg"):
+        (inner, *others) = sorted(inner.args, key=lambda a: a.space != spaces.elem)
+        if any(other.space == spaces.elem for other in others):
+            return
+    if inner.op == "call":
+        why = "its operand is its own result, which it would divide by the Frobenius norm a second time"
+        places = (place, trace.places.get(inner.uid, spec.loc))
+        raise UserError("E129", loc=places, why=why, remedy="one call of more steps: newton_schulz(x, 10)")
 
 
 def check(spec: Spec) -> None:

@@ -173,6 +173,7 @@ class Optimizer(torch.optim.Optimizer):
     _blocks: of_rows.Rules | None = None
     _marks = 0
     """What marks.newest() said when parameters of marked modules were last looked for."""
+    _warned_of_stack = False
     _all_given = True
     """Whether the constructor has all groups: it looks for shared memory once, not for every group of many."""
 
@@ -498,13 +499,27 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def _refuse_vectors(self, tensors: list[Tensor], group: dict[str, Any], names: list[Label]) -> None:
-        """ValueError for a parameter without rows and columns where the rule needs them."""
+        """ValueError for a parameter without rows and columns where the rule needs them; warns of stacks of matrices
+        that a function of matrices takes as one.
+        """
         for i, p in enumerate(tensors):
-            if p.ndim >= 2 or not p.requires_grad:
+            stack = p.ndim == 3 and min(p.shape[1:]) >= 8  # the last dimension of a 1-d convolution is shorter
+            if not p.requires_grad or not (p.ndim < 2 or stack):
                 continue
             cls, name = type(self), names[i]
-            if checkpoint.select(cls, group, p, name)[2].needs_matrix:
+            variant = checkpoint.select(cls, group, p, name)[2]
+            if p.ndim < 2 and variant.needs_matrix:
                 raise self._no_matrix(p, name)
+            whole = variant.matrix == "first" and any(s.space == "call" for s in variant.stages)
+            if stack and whole and not self._warned_of_stack:
+                self._warned_of_stack = True
+                warn(
+                    f"{cls.__name__} orthogonalizes {state.label(p, name)} as one matrix of {p.shape[0]} rows: "
+                    f"dimension 0 against all others. That is right for convolutions. If it is a stack of matrices, "
+                    "such as a layer's experts, make each a parameter of its own, or build a copy of the spec with "
+                    '@optimizer(..., matrix="last"), which takes each matrix by itself',
+                    cls,
+                )
 
     def _no_matrix(self, p: Tensor, name: Label) -> ValueError:
         return ValueError(

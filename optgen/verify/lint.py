@@ -137,8 +137,8 @@ def vectors(spec: Spec) -> list[Finding]:
         return []
     reason = (
         "the rule reads rows and columns, so the optimizer refuses a model with biases. Write "
-        "`is_matrix=shape_flag(lambda shape: len(shape) >= 2)` after the `*`, and start the rule with `if not is_matrix:` "
-        "and the step of vectors"
+        "`is_matrix=shape_flag(lambda shape: len(shape) >= 2)` after the `*`, and start the rule with "
+        "`if not is_matrix:` and the step of vectors"
     )
     return [Finding("L16", "note", "p", reason, " of vectors")]
 
