@@ -695,6 +695,33 @@ def fully_sharded(here: Here) -> None:
                     assert isinstance(opt.state[p][key], DTensor)
 
 
+@case(2)
+def cast_and_sharded(here: Here) -> None:
+    """The order of docs/scaling.md: every bit of the fp32 weights, and no warning."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = built(here)
+    full = model.state_dict()
+    optgen.cast_model(model, torch.bfloat16, low_bits=False)
+    fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = generated.AdamW(model.named_parameters(), lr=0.0, plan="fp32_master", backend=here.backend)
+        opt.load_master_state_dict(model, full)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        opt.step()
+        back = opt.master_state_dict(model)
+    for name, value in full.items():
+        alike(value, back[name], name)
+
+    fully_shard(cast := optgen.cast_model(built(here), torch.bfloat16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        generated.AdamW(cast.named_parameters(), plan="fp32_master", backend=here.backend)
+    assert ["low bits that cast_model kept for 4 parameters" in str(w.message) for w in caught] == [True]
+
+
 @case(2, 3)
 def gradients_released(here: Here) -> None:
     """Within the backward of fully_shard, clipped, of micro-batches, of parts that stay on the host: as in ordinary

@@ -29,6 +29,9 @@ ODD = 6364136223846793005  # the multiplier of Knuth's MMIX generator; products 
 CHUNK = 2**24
 """Elements worked on at a time: bounds the temporaries to 128 MiB each."""
 
+_carrying: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models with a Carrier: an optimizer is given parameters, which do not say whose they are."""
+
 
 def keep(p: Tensor, exact: Tensor) -> None:
     """Keep what `p`, a rounding of `exact` (fp32, p's shape), lost of it; nothing where p is no 16-bit weight."""
@@ -158,6 +161,18 @@ def carry(module: nn.Module) -> None:
         carrier = Carrier(part.parameters(recurse=part is module))
         if carrier.params:
             part.__dict__[CARRIER] = carrier
+    if CARRIER in module.__dict__:
+        _carrying.add(module)
+
+
+def sharded_models(params: Iterable[Tensor]) -> list[nn.Module]:
+    """Return the models that have bits kept and that these parameters belong to, if these are sharded."""
+    own = {id(p) for p in params if _is_part(p)}
+    return [m for m in list(_carrying) if any(id(p) in own for p in m.parameters())] if own else []
+
+
+def _is_part(p: Tensor) -> bool:
+    return sharding.is_sharded(p) or bool(getattr(p, "_fsdp_flattened", False))
 
 
 def lost(module: nn.Module) -> int:
@@ -167,7 +182,7 @@ def lost(module: nn.Module) -> int:
     Elsewhere other weights may have come (a new head, an assigned state dict), to which those bits never belonged.
     """
     params = list(module.parameters())
-    if not any(sharding.is_sharded(p) or getattr(p, "_fsdp_flattened", False) for p in params):
+    if not any(_is_part(p) for p in params):
         return 0
     own, found = {id(p) for p in params}, set[int]()
     for part in module.modules():

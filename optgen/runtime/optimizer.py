@@ -215,8 +215,8 @@ class Optimizer(torch.optim.Optimizer):
                 given_rules.refuse_unused(given_rules.members(found, labels))
             given_rules.tables = None
         self._marks = marks.newest()
-        if module is not None:
-            self._say_lost_bits(module)
+        for model in [module] if module is not None else low_bits.sharded_models(found):
+            self._say_lost_bits(model)
         self._warn_discouraged(self._entries())
 
     def _warn_discouraged(self, entries: Iterable[Entry]) -> None:
@@ -247,8 +247,9 @@ class Optimizer(torch.optim.Optimizer):
         if count:
             warn(
                 f"{type(self).__name__}: the low bits that cast_model kept for {count} parameters did not come along "
-                f"when the model was sharded: it goes on from its rounded weights.  To keep them, take an fp32 state "
-                f"dict before the cast, and opt.load_master_state_dict(model, state_dict) after sharding",
+                f"when the model was sharded: it goes on from its rounded weights.  To keep them, take full = "
+                f"model.state_dict() before cast_model(..., low_bits=False), and call "
+                f"opt.load_master_state_dict(model, full) after sharding",
                 type(self),
             )
 
