@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from optgen.lang import (
     flag,
     hyper,
     lookahead,
+    model_dot,
     model_norm,
     model_total,
     newton_schulz,
@@ -145,6 +147,69 @@ def test_parameters_that_need_other_sums_are_refused_before_anything_changes(bac
     with pytest.raises(RuntimeError, match="all groups need the same"):
         opt.step()
     assert all(torch.equal(p.detach(), torch.ones_like(p)) for p in params)
+
+
+@optimizer()
+def sum_for_vectors(p, g, *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
+    if not wide:
+        g = g / (model_norm(g) + 1e-8)
+    p = p - lr * g
+    return p
+
+
+def test_a_sum_that_some_parameters_do_not_take_is_refused() -> None:
+    """The rule has no value for them that could be part of it."""
+    params = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(5))]
+    opt = optgen.compile(sum_for_vectors, plan="fp32")(params, plan="fp32", backend="reference")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"but parameter 0.* needs none: .*take it outside of `if` in the rule"):
+        opt.step()
+    assert all(torch.equal(p.detach(), torch.ones_like(p)) for p in params)
+
+
+def scaled(g: Any, size: Any, wide: bool) -> Any:
+    """A sum of its own that only vectors use."""
+    largest = model_total(abs(g))
+    return g if wide else g * size / (size + largest)
+
+
+@optimizer()
+def sums_of_all(p, g, m=state(), *, lr=hyper(1.0, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
+    """Two sums in another order of use, a third that depends on one of them, and one of a helper."""
+    m = 0.5 * m + g
+    one = model_norm(g) + 1e-8
+    two = model_total(abs(m)) + 1e-8
+    three = model_dot(m, g / one)
+    by = two / one if wide else one / (1 + three) / two
+    p = p - lr * by * scaled(g, one, wide)
+    return p, m
+
+
+@pytest.mark.parametrize("maths", ["strict", "fast"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+def test_a_sum_over_the_model_is_over_parameters_that_do_not_use_it(backend: str, maths: str) -> None:
+    """The sums in numpy, fp64, over all parameters."""
+    params = [torch.nn.Parameter(torch.ones(s)) for s in ((20, 6), (3,), (2, 2, 3), (70,))]
+    opt = optgen.compile(sums_of_all, plan="fp32", maths=maths)(params, plan="fp32", backend=backend, lr=0.25)
+    draw = np.random.default_rng(3)
+    moment = [np.zeros(p.shape) for p in params]
+    weight = [np.ones(p.shape) for p in params]
+    for _ in range(2):
+        grads = [draw.standard_normal(p.shape).astype(np.float32).astype(np.float64) for p in params]
+        for p, g in zip(params, grads, strict=True):
+            p.grad = torch.tensor(g, dtype=torch.float32)
+        opt.step()
+        moment = [0.5 * m + g for m, g in zip(moment, grads, strict=True)]
+        one = np.sqrt(sum((g * g).sum() for g in grads))
+        two = sum(abs(m).sum() for m in moment)
+        three = sum((m * g / one).sum() for m, g in zip(moment, grads, strict=True))
+        largest = sum(abs(g).sum() for g in grads)
+        for k, g in enumerate(grads):
+            step = two / one * g if g.ndim >= 2 else one / (1 + three) / two * g * one / (one + largest)
+            weight[k] = weight[k] - 0.25 * step
+    for p, w in zip(params, weight, strict=True):
+        np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["cpp", "triton"])

@@ -106,6 +106,7 @@ class Program:
     host_states: tuple[tuple[str, float], ...] = ()  # (name, initial value) of per-parameter host scalars
     host_stores: tuple[Let, ...] = ()  # new values of the host states, host space
     kept: tuple[Kept, ...] = ()  # of a whole step, before it is cut
+    sums: tuple[Node, ...] = ()  # over the model, of a whole step: a parameter that does not use one is part of it
     space: Space = spaces.elem  # whose entries the program runs over; a small one: work between two sweeps
 
     @property
@@ -125,13 +126,13 @@ class Program:
         raise KeyError(name)
 
     def roots(self) -> list[Node]:
-        return [let.node for let in self.body] + [s.node for s in self.stores]
+        return [let.node for let in self.body] + [s.node for s in self.stores] + list(self.sums)
 
     def map(self, f: Callable[[Node], Node]) -> Program:
-        """The program with f applied to every let and store of the body."""
+        """The program with f applied to every let and store of the body, and to the sums over the model."""
         body = tuple([let.of(f(let.node)) for let in self.body])
         stores = tuple([s if (new := f(s.node)) is s.node else Store(s.buffer, new) for s in self.stores])
-        return replace(self, body=body, stores=stores)
+        return replace(self, body=body, stores=stores, sums=tuple(map(f, self.sums)))
 
 
 @dataclass(frozen=True)

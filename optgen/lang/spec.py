@@ -36,6 +36,7 @@ class Trace:
     states: dict[str, Node]
     host_states: dict[str, Node]
     places: dict[int, Loc]  # node uid -> the author's operation that made it
+    sums: tuple[Node, ...]  # over the model, in order, also those of which nothing is made under this flag setting
 
 
 @dataclass(frozen=True)

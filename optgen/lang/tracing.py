@@ -43,6 +43,7 @@ class Tracer:
         self.source = source
         self.lets: list[Let] = []
         self.places: dict[int, Loc] = {}
+        self.sums: dict[int, Node] = {}  # over the model, by uid
         self.frame: FrameType | None = None
         self.statement: Statement | None = None
         self.lasti = -1
@@ -50,6 +51,8 @@ class Tracer:
 
     def record(self, node: Node) -> None:
         self.places.setdefault(node.uid, author_loc())
+        if node.op == "model_sum":
+            self.sums.setdefault(node.uid, node)
         frame = self._spec_frame()
         if frame is None:
             return
@@ -133,6 +136,7 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
         {s.name: node_of(s.name, s.space) for s in spec.present(flags)},
         {s.name: node_of(s.name, spaces.host) for s in spec.present_host(flags)},
         tracer.places,
+        tuple(tracer.sums.values()),
     )
 
 

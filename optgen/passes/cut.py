@@ -73,7 +73,7 @@ def reduces_model(node: Node) -> bool:
 
 def needs_cutting(program: Program) -> bool:
     """Whether anything lives in a space between host and elements, or is computed outside of kernels."""
-    if any(b.space.name in spaces.SMALL for b in program.buffers):
+    if program.sums or any(b.space.name in spaces.SMALL for b in program.buffers):
         return True
     return any(is_small(n) or n.op == "call" for n in postorder(s.node for s in program.stores))
 
@@ -161,7 +161,7 @@ class Cutter:
         self.level = Levels([*program.roots(), *(k.old for k in program.kept), *(k.new for k in program.kept)])
         self.size = {b.name: b.bytes_per_param for b in program.buffers}
         self.buffers = {b.name: b for b in program.buffers}
-        live = list(postorder(s.node for s in program.stores))
+        live = list(postorder([*(s.node for s in program.stores), *program.sums]))
         self.reductions = [n for n in live if reduces_elements(n)]
         self.calls = [n for n in live if n.op == "call"]
         self.stores: dict[str, list[Store]] = {}
@@ -201,10 +201,15 @@ class Cutter:
         for n in live:
             for a in n.args:
                 users.setdefault(a.uid, n)
-        for n in live:
-            if not (is_small(n) or n.op == "call") or not n.args:
+        # Programs of one step agree on a sum over the model by its name, so that depends on no store.
+        lines: dict[int, Node] = {}
+        for n in postorder(let.node for let in self.program.body):
+            for a in n.args:
+                lines.setdefault(a.uid, n)
+        for n in (*self.program.sums, *live):
+            if n.uid in out or not (is_small(n) or n.op == "call") or not n.args:
                 continue
-            base = named.get(n.uid) or self._described(n, named, users, out)
+            base = named.get(n.uid) or self._described(n, named, lines if reduces_model(n) else users, out)
             name, k = base, 1
             while name in taken:
                 k += 1
@@ -401,7 +406,7 @@ class Cutter:
             lets = tuple(let for let in self.program.body if let.node.space == spaces.host)
             program = replace(
                 self.program, buffers=(buffer,), body=lets, stores=(stored,), block=1, kept=(), host_stores=(),
-                space=spaces.elem,
+                space=spaces.elem, sums=(),
             )  # fmt: skip
             out.append(Piece(program, self.level(c), f"{c.attr} of whole matrices"))
         return out
@@ -424,7 +429,7 @@ class Cutter:
         least = self.program.block if any(b.dtype.packed for b in found) else 1
         return replace(
             self.program, buffers=tuple(found), body=lets, stores=tuple(stores), block=max(blocks, default=0) or least,
-            kept=(), space=space, host_stores=(),
+            kept=(), space=space, host_stores=(), sums=(),
         )  # fmt: skip
 
     def _why(self, sweep: _Sweep, reduced: list[Buffer], number: int, count: int) -> str:
@@ -454,6 +459,7 @@ class SmallWork:
         first = min((s.level + 1 for s in sweeps), default=START)
         wanted: list[tuple[Node, int]] = [(v, self._due(v)) for s in sweeps for v in s.values]
         wanted += [(s.node, max(level(s.node), first)) for s in self.stores if s.node.args]
+        wanted += [(n, self._due(n)) for n in reversed(program.sums)]
         self.roots: dict[int, list[Node]] = {}
         stack = wanted
         seen: set[tuple[int, int]] = set()

@@ -50,13 +50,14 @@ def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) ->
 
 def check(buckets: Iterable[Bucket]) -> None:
     """RuntimeError where parameters of one step need different sums over the model, or not in one order."""
-    kinds = {b.variant.model_temps: b for b in buckets if b.variant.model_temps}
+    kinds = {b.variant.model_temps: b for b in buckets}
     if len(kinds) > 1:
-        first, second = list(kinds.values())[:2]
+        first, second = sorted(kinds.values(), key=lambda b: not b.variant.model_temps)[:2]
         raise RuntimeError(
             f"{state.label(first.params[0], first.names[0])} needs the sums over the model "
-            f"{', '.join(first.variant.model_temps)}, but {state.label(second.params[0], second.names[0])} "
-            f"{', '.join(second.variant.model_temps)}: all groups need the same, so flags that change them must agree"
+            f"{', '.join(first.variant.model_temps)}, but {state.label(second.params[0], second.names[0])} needs "
+            f"{', '.join(second.variant.model_temps) or 'none'}: all groups need the same, since each is over every "
+            f"parameter that has a gradient; take it outside of `if` in the rule, or set the flags that change it alike"
         )
 
 
