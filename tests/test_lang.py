@@ -8,6 +8,7 @@ import itertools
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from optgen.lang import (
     sqrt,
     state,
     tensor_state,
+    total,
     where,
 )
 from optgen.lang.declare import conditions
@@ -804,6 +806,32 @@ def test_a_state_of_several_ways_recurs_by_the_one_in_which_it_moves_least(name:
     found = recurrence(several_ways, None, name)
     decay = () if found.decay is None else (found.decay_at(several_ways),)
     assert (found.kind, *decay) == WAYS[name]
+
+
+@optimizer()
+def compared_with_nan(p, g, avg=state(), size=state(nonneg), *, lr=hyper(1e-3, ge=0), eps=hyper(1e-8, gt=0)):
+    x = clip(g / maximum(size, eps), 0.5, 5.0)
+    avg = x - avg
+    size = where(size > avg, size, abs(g))
+    p = p - lr * avg
+    return p, avg, size
+
+
+@optimizer()
+def of_comparisons(p, g, avg=state(), size=state(), *, lr=hyper(1e-3, ge=0), beta=hyper(0.9, ge=0, lt=1)):
+    x = maximum(g * g * total(abs(p)), beta * (0.5 * avg) + (1 - beta) * maximum(avg, g))
+    y = (2.0 - x) / (where(g < avg, x, size) + 1e-8) / (abs(total(x)) + 1e-8)
+    avg = where(x - size > where(equal(y, 0.75), size, p), minimum(y, x), sqrt(abs(avg)))
+    size = beta * size + where(equal(y, 0.75), size - p, cbrt(total(p)))
+    p = p - lr * avg
+    return p, avg, size
+
+
+@pytest.mark.parametrize("spec", [compared_with_nan, of_comparisons], ids=lambda spec: spec.name)
+def test_what_sympy_cannot_read_is_of_no_known_kind_and_takes_no_time(spec: Spec) -> None:
+    began = time.process_time()
+    assert [recurrence(spec, None, s.name).kind for s in spec.states] == ["other", "other"]
+    assert time.process_time() - began < 2
 
 
 # -- functions on values

@@ -178,22 +178,32 @@ def recurrence(spec: Spec, flags: Mapping[str, bool] | None, state: str) -> Recu
 @lru_cache(maxsize=4096)
 def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> Recurrence:
     if next(d.space for d in spec.states if d.name == state) == spaces.model:
-        return Recurrence("other")  # kept in fp32, whatever it does: not worth seconds of simplification
+        return Recurrence("other")  # kept in fp32, whatever it does
     trace = spec.trace(dict(flags))
     s = sympy.Symbol(state, real=True)
     # Everything per-element varies from step to step; only host scalars may be part of a decay.
     varying = {state: s}
     known: dict[int, sympy.Expr] = {}
+    conditions: dict[sympy.Symbol, Node] = {}
     for node in postorder([trace.states[state]]):
         if node.op == "load":
             known[node.uid] = varying.setdefault(node.attr, sympy.Symbol(node.attr, real=True))
         elif node.op == "sym":
             known[node.uid] = sympy.Symbol(node.attr, positive=True)
-    others = set(varying.values()) - {s}
-    late = _after_first_step(_expression(trace.states[state], known))
+        elif node.op in ("lt", "le", "eq", "ne") and node.space != spaces.host:
+            # Opaque to SymPy, which takes minutes to put some comparisons into a form that nobody needs.
+            known[node.uid] = sympy.Symbol(f"_condition_{node.uid}")
+            conditions[known[node.uid]] = node
+    others = (set(varying.values()) | set(conditions)) - {s}
     try:
-        return _classify(spec, late, s, others)
-    except TypeError:  # SymPy's own, where it cannot decide a condition
+        late = _after_first_step(_expression(trace.states[state], known))
+        above = {
+            mark: _expression(node.args[1], known) - _expression(node.args[0], known)
+            for mark, node in conditions.items()
+            if node.op in ("lt", "le")
+        }
+        return _classify(spec, late, s, others, above)
+    except Exception:  # SymPy's own, of many kinds: conditions that it cannot decide, comparisons with NaN
         return Recurrence("other")
 
 
@@ -216,20 +226,30 @@ def _after_first_step(expr: sympy.Expr) -> sympy.Expr:
 
 
 def _classify(
-    spec: Spec, new: sympy.Expr, s: sympy.Symbol, others: set[sympy.Symbol], choices: int = _CHOICES
+    spec: Spec,
+    new: sympy.Expr,
+    s: sympy.Symbol,
+    others: set[sympy.Symbol],
+    above: Mapping[sympy.Symbol, sympy.Expr],
+    choices: int = _CHOICES,
 ) -> Recurrence:
+    """Return the recurrence of a state `s` that becomes `new`.
+
+    others  symbols of what varies from step to step, conditions too
+    above   conditions that hold where something is not negative, and what
+    """
     if not new.has(s):
         return Recurrence("previous")
     if new == s:
         return Recurrence("constant")
-    new = _extreme(new)
+    new = _extreme(new, above)
     if isinstance(new, (sympy.Max, sympy.Min)):
         inside = [a for a in new.args if a.has(s)]
         rest = [a for a in new.args if not a.has(s)]
         varies = any(a.free_symbols & others for a in rest)
         if len(inside) == 1 and not varies:
-            return _classify(spec, inside[0], s, others, choices)  # a clip to fixed limits
-        decay = sympy.simplify(inside[0] / s)
+            return _classify(spec, inside[0], s, others, above, choices)  # a clip to fixed limits
+        decay = sympy.factor_terms(inside[0] / s)
         if len(inside) == 1 and not decay.free_symbols & (others | {s}):
             found = Recurrence("max" if isinstance(new, sympy.Max) else "min", decay)
             if found.kind == "max" or found.decay_at(spec) == 1:
@@ -242,21 +262,21 @@ def _classify(
     if not flat.has(s):
         return Recurrence("other")
     derivative = sympy.diff(flat, s)
-    slope = sympy.simplify(derivative)
+    slope = sympy.factor_terms(derivative)
     if slope == 0:
         return Recurrence("previous")
     if slope == 1:
         return Recurrence("sum", sympy.Integer(1))
     if slope.free_symbols & (others | {s}):
-        if not slope.has(s) and sympy.simplify(flat - slope * s) == 0:
+        if not slope.has(s) and flat.subs(s, 0) == 0:
             return Recurrence("multiplicative")
         ways = _ways(flat, derivative, s, others) if choices else []
         if ways:
-            return _slowest(spec, [_classify(spec, way, s, others, choices - 1) for way in ways])
+            return _slowest(spec, [_classify(spec, way, s, others, above, choices - 1) for way in ways])
         if slope.has(s):
             return Recurrence("other")
         # What drives it may depend on it too (Adadelta's steps); this is its decay when nothing drives it.
-        slope = sympy.simplify(slope.subs({sympy.Symbol(name, real=True): 0 for name in ("g", "p")}))
+        slope = sympy.factor_terms(slope.subs({sympy.Symbol(name, real=True): 0 for name in ("g", "p")}))
         if slope.free_symbols & others:
             return Recurrence("other")
     found = Recurrence("ema", slope)
@@ -266,16 +286,14 @@ def _classify(
     return found if abs(decay) < 1 else Recurrence("other", slope)
 
 
-def _extreme(new: sympy.Expr) -> sympy.Expr:
+def _extreme(new: sympy.Expr, above: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
     """where(a > b, a, b) as the maximum that it is, where(a < b, a, b) as the minimum."""
     if isinstance(new, sympy.Piecewise) and len(new.args) == 2 and new.args[1][1] == sympy.true:
         (a, condition), (b, _) = new.args
-        if isinstance(condition, (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)):
-            ratio = sympy.simplify((condition.gts - condition.lts) / (a - b))
-            if ratio.is_positive:
-                return sympy.Max(a, b)
-            if ratio.is_negative:
-                return sympy.Min(a, b)
+        if condition in above:
+            for difference, extreme in ((a - b, sympy.Max), (b - a, sympy.Min)):
+                if sympy.factor_terms(above[condition] / difference).is_positive:
+                    return extreme(a, b)
     return new
 
 
@@ -285,7 +303,7 @@ def _ways(new: sympy.Expr, derivative: sympy.Expr, s: sympy.Symbol, others: set[
         if not (piece.has(s) or derivative.has(piece)):
             continue
         for _, condition in piece.args:
-            if condition.free_symbols & (others | {s}):
+            if condition.free_symbols & others:
                 sides = ((sympy.true, sympy.false), (sympy.false, sympy.true))
                 return [new.xreplace({condition: holds, sympy.Not(condition): fails}) for holds, fails in sides]
     return []
