@@ -155,6 +155,7 @@ __all__ = [
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         raise AttributeError(f"{__name__} has no optimizer {name!r}; it has: {', '.join(__all__)}")
+    _import_module("optgen.runtime.stale").check(__path__[0], _MODULES[name])
     return getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

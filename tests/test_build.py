@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from optgen.driver import load, swap
 from optgen.driver.build import MANIFEST, Outcome, Request, build, digest, init_text, read_manifest
 from optgen.driver.new import TEMPLATE
 from optgen.driver.project import Config, read_config
+from optgen.runtime import stale as stale_code
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -626,6 +628,71 @@ def test_a_class_and_all_its_plans_are_of_one_rule(project: Path) -> None:
     (project / "specs/plans.py").unlink()
     outcome = run(names=("first",), plans=("fp32",))
     assert (outcome.packages[0], [w.partition(" ")[0] for w in outcome.warnings]) == ("first/fp32", ["first/stuck"])
+
+
+def stale(project: Path, name: str) -> str:
+    """What importing a class of the project's generated folder warns of."""
+    stale_code.check.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            stale_code.check(str(project / "generated"), name)
+    assert len(caught) <= 1, "said more than once"
+    return str(caught[0].message) if caught else ""
+
+
+def test_a_spec_that_changed_since_the_build_is_told_of(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = 'from optgen.formats import Plan\n\nmine = Plan("A plan.")\n'
+    (project / "specs/plans.py").write_text(plan)
+    run()
+    run(names=("first",), plans=("mine",))
+    assert stale(project, "first") == stale(project, "second") == ""
+    (project / "specs/first.py").write_text(rule("first", "2e-3"))
+    said = stale(project, "first")
+    assert said.startswith("specs/first.py changed since generated/first was built from it; run `optgen build first` ")
+    assert stale(project, "second") == ""
+    monkeypatch.setenv("OPTGEN_STALE", "ignore")
+    assert stale(project, "first") == ""
+    monkeypatch.setenv("OPTGEN_STALE", "error")
+    with pytest.raises(ImportError, match="run `optgen build first`"):
+        stale(project, "first")
+    monkeypatch.setenv("OPTGEN_STALE", "never")
+    with pytest.raises(ValueError, match="one of warn, error, ignore, got 'never'"):
+        stale(project, "first")
+    monkeypatch.delenv("OPTGEN_STALE")
+    run(names=("first",))
+    assert stale(project, "first") == ""
+    (project / "specs/plans.py").write_text(plan.replace("A plan", "My plan"))
+    assert "run `optgen build first --plan mine` " in stale(project, "first")
+    assert stale(project, "second") == ""
+    run(names=("first",), plans=("mine",))
+    assert stale(project, "first") == ""
+
+
+def test_generated_code_without_its_sources_is_not_compared(project: Path) -> None:
+    (project / "other").mkdir()
+    (project / "other/own.py").write_text(rule("own"))
+    run(names=("other/own.py", "lion"), plans=("fp32",))
+    data = json.loads((project / "generated" / MANIFEST).read_text())["sources"]
+    assert data["lion"] == data["lion/fp32"] == {}, "a ready-made spec is not the project's"
+    assert list(data["own/fp32"]) == ["../other/own.py"]
+    (project / "other/own.py").write_text(rule("own", "2e-3"))
+    assert "run `optgen build other/own.py:own` " in stale(project, "own")
+    (project / "other/own.py").unlink()
+    assert stale(project, "own") == ""
+    outside = project.parent / f"{project.name}-outside"
+    run(names=("first",), out=str(outside))
+    assert set(map(len, json.loads((outside / MANIFEST).read_text())["sources"].values())) == {0}
+
+
+def test_importing_a_class_compares_its_sources(project: Path) -> None:
+    run(plans=("fp32",))
+    (project / "specs/first.py").write_text(rule("first", "2e-3"))
+    code = "from generated import Second\nprint('second')\nfrom generated import First"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{project}", "OPTGEN_STALE": "error"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "second\n"
+    assert "ImportError: specs/first.py changed since generated/first" in done.stderr
 
 
 def test_init_text_is_sorted() -> None:

@@ -95,17 +95,24 @@ class Built:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a generated folder holds."""
+    """What a generated folder holds.
+
+    sources  a part ("adamw", "adamw/fp32") -> the project's files that it was printed from, by their path from the
+             folder, with their hashes; the runtime compares them as a class is imported
+    """
 
     files: Mapping[str, str] = field(default_factory=dict)
     specs: Mapping[str, Built] = field(default_factory=dict)
+    sources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def text(self) -> str:
         specs = {
             name: {"class": b.class_name, "spec": b.reference, "plans": list(b.plans)}
             for name, b in sorted(self.specs.items())
         }
-        return json.dumps({"files": dict(sorted(self.files.items())), "specs": specs}, indent=2) + "\n"
+        sources = dict(sorted(self.sources.items()))
+        files = dict(sorted(self.files.items()))
+        return json.dumps({"files": files, "specs": specs, "sources": sources}, indent=2) + "\n"
 
 
 def read_manifest(out: Path, force: bool = False) -> Manifest:
@@ -118,6 +125,7 @@ def read_manifest(out: Path, force: bool = False) -> Manifest:
         data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         specs = {k: Built(v["class"], v["spec"], tuple(v["plans"])) for k, v in data["specs"].items()}
         files = {k: str(v) for k, v in data["files"].items()}
+        sources = {k: dict(v) for k, v in data.get("sources", {}).items()}
     except (FileNotFoundError, NotADirectoryError):
         return Manifest()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -129,7 +137,7 @@ def read_manifest(out: Path, force: bool = False) -> Manifest:
     if foreign and not force:
         why = f"it lists {foreign[0]!r}, which is not how optgen names a file of this folder"
         raise UserError("E415", file=relative(str(out / MANIFEST)), why=why)
-    return Manifest({k: v for k, v in files.items() if k not in foreign}, specs)
+    return Manifest({k: v for k, v in files.items() if k not in foreign}, specs, sources)
 
 
 def digest(data: bytes) -> str:
@@ -186,7 +194,12 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     kept = {k: v for k, v in manifest.files.items() if k not in gone}
     stale = [name for name in gone if swap.is_inside(out, name)]
     outcome.warnings += [_LINKED.format(file=f"{outcome.out}/{name}") for name in gone if name not in stale]
-    new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs)
+    sources = dict(manifest.sources) if request.partial else {}
+    for u in units:
+        sources[u.spec.name] = _own([u.spec.loc.file], out, project)
+        for plan in u.plans:
+            sources[f"{u.spec.name}/{plan.name}"] = _own([u.spec.loc.file, plan.loc.file], out, project)
+    new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs, sources)
     files[MANIFEST] = new.text()
     outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
     outcome.classes = sorted(u.spec.class_name for u in units)
@@ -317,6 +330,17 @@ def _accepted(spec: Spec, plan: Plan, wish: Wish, force: bool, outcome: Outcome)
     return True
 
 
+def _own(files: Iterable[str], out: Path, project: Path) -> dict[str, str]:
+    """Return the hashes of those files that are the project's own, by their path from the generated folder."""
+    root, folder, made = project.resolve(), out.resolve(), ready.specs_dir().resolve()
+    found = [Path(file).resolve() for file in files]
+    # A folder elsewhere has no path to the project that holds on another machine.
+    own = [file for file in found if folder.is_relative_to(root) and file.is_relative_to(root)]
+    if made != root / "specs":
+        own = [file for file in own if not file.is_relative_to(made)]
+    return {Path(os.path.relpath(file, folder)).as_posix(): targets.digest(str(file)) for file in own}
+
+
 def _reference(spec: Spec) -> str:
     """What the manifest calls a spec by: its path below its project, else the name of a ready-made one."""
     file = Path(spec.loc.file).resolve()
@@ -430,6 +454,7 @@ __all__ = [
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         raise AttributeError(f"{{__name__}} has no optimizer {{name!r}}; it has: {{', '.join(__all__)}}")
+    _import_module("optgen.runtime.stale").check(__path__[0], _MODULES[name])
     return getattr(_import_module(f"{{__name__}}.{{_MODULES[name]}}"), name)
 
 
