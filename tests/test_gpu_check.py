@@ -489,6 +489,16 @@ def test_a_process_that_is_lost_costs_nobody_else_anything(tmp_path: Path, monke
     assert list(workers.each(work, wanted, 2, time.monotonic(), longest=10)) == []
 
 
+def test_the_start_of_a_process_is_no_job_s_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it takes longer than a job may."""
+    slow = "import multiprocessing, time\nif multiprocessing.parent_process():\n    time.sleep(2.5)\n"
+    (tmp_path / "slow_work.py").write_text(slow + WORK, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    work = importlib.import_module("slow_work").work
+    ((_, found),) = workers.each(work, [("fine", "")], 1, time.monotonic() + 500, longest=2)
+    assert found[0] == "fine"
+
+
 def test_a_process_that_keeps_its_context_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def job(outcome: Any) -> jobs.Job:
         return jobs.Job("stages", "here", lambda: outcome, (), 0)

@@ -426,8 +426,9 @@ def test_compiler_that_hangs_is_ended_with_its_children(monkeypatch: pytest.Monk
     monkeypatch.setenv("CXX", script(tmp_path / "slow", text))
     start = time.monotonic()
     stops_untouched(r"ran for more than 0.3 s and was ended \(OPTGEN_COMPILE_TIMEOUT")
-    assert time.monotonic() - start < 10
-    for pid in map(int, pids.read_text().split()):
+    assert time.monotonic() - start < 300  # the script sleeps for 600
+    # On a busy machine it may be ended before its first line.
+    for pid in map(int, pids.read_text().split() if pids.exists() else ()):
         wait_until(lambda pid=pid: not alive(pid))  # type: ignore[misc]
 
 
@@ -438,7 +439,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(what: Callable[[], bool], limit: float = 10.0) -> None:
+def wait_until(what: Callable[[], bool], limit: float = 120.0) -> None:
     end = time.monotonic() + limit
     while not what():
         assert time.monotonic() < end
@@ -462,7 +463,7 @@ def test_several_kernels_are_compiled_together(monkeypatch: pytest.MonkeyPatch, 
     """Two kernels and the short way's library, each by a compiler that waits until three have started."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("OPTGEN_COMPILE_TIMEOUT", "20")
+    monkeypatch.setenv("OPTGEN_COMPILE_TIMEOUT", "100")
     wait = f'echo x >> {tmp_path}/started; while [ "$(wc -l < {tmp_path}/started)" -lt 3 ]; do sleep 0.01; done'
     monkeypatch.setenv("CXX", script(tmp_path / "waits", f'{wait}; exec $real "$@"'))
     params = parameters()
@@ -709,7 +710,7 @@ def test_a_lock_whose_holder_lives(folder: Path, monkeypatch: pytest.MonkeyPatch
     fcntl.flock(lock, fcntl.LOCK_EX)
     start = time.monotonic()
     trained()
-    assert 1 <= begun[0] - start < 8
+    assert 1 <= begun[0] - start < native.TIMEOUT / 2
     os.close(lock)
     assert path.is_file()
 
@@ -721,7 +722,7 @@ def test_a_lock_whose_holder_died(folder: Path) -> None:
     lock.write_text("")
     start = time.monotonic()
     trained()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < native.TIMEOUT
     assert path.is_file()
     assert not lock.exists()
 
@@ -782,7 +783,7 @@ def test_two_processes_and_one_that_is_killed_while_it_compiles(tmp_path: Path) 
     (tmp_path / "kernels.cpp").write_text(KERNELS)
     load = LOAD.replace("KERNELS", repr(str(tmp_path / "kernels.cpp")))
     first = start(load, OPTGEN_CACHE=cache, CXX=slow)
-    wait_until(log.exists, 60)
+    wait_until(log.exists)
     first.kill()
     first.wait()
     assert first.stdout is not None

@@ -7,6 +7,7 @@ running when one process ends, and keeps one that answers but can do nothing any
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 from collections import deque
@@ -34,15 +35,18 @@ class Lost:
 
 _ENDED = Lost("the process that ran it ended")
 
+_BEGUN = None
+"""A process's first message about a job: it has taken it."""
+
 
 @dataclass
 class _Worker:
-    """A process, and the job that it is at, as its number, since when."""
+    """A process, and the job that it is at, as its number, since when: inf until it has begun with it."""
 
     process: Any
     pipe: Any
     job: int | None = None
-    since: float = 0.0
+    since: float = math.inf
 
     def end(self) -> None:
         self.process.kill()
@@ -54,7 +58,7 @@ def each(work: Work, jobs: Sequence[Any], processes: int, end: float, longest: f
     """(job, what came of it or why nothing did) as they come; those that `end` leaves no time for are missing.
 
     end      of time.monotonic(); processes that are still busy then are ended
-    longest  seconds that a job may take
+    longest  seconds that a job may take, from when its process takes it: to start one on a busy machine may take longer
     """
     waiting, tries = deque(range(len(jobs))), [0] * len(jobs)
     processes = min(processes, len(jobs))
@@ -79,7 +83,11 @@ def each(work: Work, jobs: Sequence[Any], processes: int, end: float, longest: f
                 if worker.pipe not in ready and not late:
                     continue
                 if worker.pipe in ready:
-                    result, goes_on = _answer(worker)
+                    answer = _answer(worker)
+                    if answer is _BEGUN:
+                        worker.since = time.monotonic()
+                        continue
+                    result, goes_on = answer
                 else:
                     result, goes_on = Lost(f"not done after {longest:.0f} s"), False
                 worker.job = None
@@ -107,16 +115,16 @@ def _start(work: Work) -> _Worker:
 
 
 def _give(worker: _Worker, number: int, jobs: Sequence[Any], tries: list[int]) -> None:
-    worker.job, worker.since = number, time.monotonic()
+    worker.job, worker.since = number, math.inf
     tries[number] += 1
     with suppress(OSError):  # it has ended: found out where its answer is waited for
         worker.pipe.send(jobs[number])
 
 
-def _answer(worker: _Worker) -> tuple[Any, bool]:
-    """(result, whether the process goes on)."""
+def _answer(worker: _Worker) -> tuple[Any, bool] | None:
+    """(result, whether the process goes on), or _BEGUN."""
     try:
-        found: tuple[Any, bool] = worker.pipe.recv()
+        found: tuple[Any, bool] | None = worker.pipe.recv()
     except (EOFError, OSError):
         return _ENDED, False
     return found
@@ -129,6 +137,7 @@ def _serve(pipe: Any, work: Work) -> None:
             job = pipe.recv()
         except EOFError:
             return
+        pipe.send(_BEGUN)
         try:
             result, goes_on = work(job)
         except Exception as error:  # said in the place of a result
