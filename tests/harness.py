@@ -176,7 +176,8 @@ class Pair:
         aligned = all(t.data_ptr() % 16 == 0 for t in everything)
         items, pointers = torch.tensor(work, dtype=torch.int32), torch.tensor(table, dtype=torch.int64)
         scalars = self.scalars("kernel", step, hypers)
-        self.triton.f[(len(work),)](pointers, items, *scalars, key, grad, tiles, ragged, aligned, num_warps=1)
+        launch = self.triton.f[(len(work),)]
+        launch(pointers, items, *scalars, key, grad, tiles, ragged, aligned, num_warps=1, enable_fp_fusion=False)
 
     @cached_property
     def source(self) -> str:

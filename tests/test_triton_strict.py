@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
+from optgen.lang import floor, hyper, optimizer
 from tests import harness
+
+ROOT = Path(__file__).parents[1]
 
 SHAPES = [(), (1,), (63,), (64,), (257,), (16, 64), (5, 70), (3, 7, 11), (3, 320), (2048,)]
 CASES = [
@@ -42,3 +49,53 @@ def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], tmp
             pair.run_triton(theirs, g, step, 0x1234567 * step, 99, lr=1e-2)
             for key in ours:
                 assert harness.same_bits(ours[key], theirs[key]), (shape, step, key)
+
+
+@optimizer()
+def stepped(p, g, *, lr=hyper(1e-2, ge=0)):
+    p = p - lr * floor(g)
+    return p
+
+
+def test_floor_of_subnormals(tmp_path: Path) -> None:
+    pair = harness.Pair(stepped, harness.schedule(stepped, harness.plan_of("fp32"), "float32", "strict"), tmp_path)
+    g = torch.tensor([-1e-40, 1e-40, -0.0, -1.5, 2.0, -(2.0**-126), 3e38])
+    ours, theirs = pair.buffers(g.shape, torch.zeros(7)), pair.buffers(g.shape, torch.zeros(7))
+    pair.run_reference(ours, g, 1, 0, 0, lr=1.0)
+    pair.run_triton(theirs, g, 1, 0, 0, lr=1.0)
+    assert harness.same_bits(ours["p"], theirs["p"])
+    assert ours["p"].tolist() == (-torch.floor(g)).tolist()
+
+
+COMPILED = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, "tools")
+import kernel_stats
+import triton.language as tl
+from tests import harness, test_triton_strict
+
+found = []
+kernel_stats._read_nvidia = lambda asm, listed: found.append(asm["ptx"]) or ("", 0, 0)
+for name, plan, param in (("stepped", "fp32", "float32"), ("adamw", "int8_split24", "bfloat16")):
+    spec = harness.spec_of(name) if name != "stepped" else test_triton_strict.stepped
+    schedule = harness.schedule(spec, harness.plan_of(plan), param, "strict")
+    fn = harness.Pair(spec, schedule, Path(sys.argv[1])).triton.f
+    constants = {"GRAD": getattr(tl, param), "TILES": 4, "RAGGED": False, "ALIGNED": True, "TILE": 256}
+    constants = {k: v for k, v in constants.items() if k in fn.arg_names}
+    signature = {a: kernel_stats._POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
+    kernel_stats.compile_for(fn, signature, constants, kernel_stats.TARGETS["sm_90"], aligned=("table", "work"))
+print(json.dumps(found))
+"""
+
+
+def test_strict_kernels_for_a_device_flush_contract_and_approximate_nothing(
+    compiling: dict[str, str], tmp_path: Path
+) -> None:
+    """The interpreter shows none of it."""
+    command = [sys.executable, "-c", COMPILED, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=compiling, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    stepped_text, adamw_text = json.loads(done.stdout)
+    assert "cvt.rmi.f32.f32" in stepped_text and "div.rn.f32" in adamw_text
+    assert not re.findall(r".*(?:\.ftz|fma\.|\.approx|div\.full).*", stepped_text + adamw_text)

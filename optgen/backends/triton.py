@@ -262,7 +262,7 @@ def _rint(p: Printer, n: Node) -> Text:
 
 
 def _floor(p: Printer, n: Node) -> Text:
-    return f"tl.floor({p.text(n.args[0])})", ATOM
+    return f"floor({p.text(n.args[0])})", ATOM
 
 
 def _block(name: str) -> Spelling:
@@ -862,7 +862,7 @@ def helpers(schedules: list[Schedule]) -> list[str]:
                 text.add("widened")
             if n.op == "block_max" and s.program.maths == "fast" and magnitude(n) is not None:
                 text.add("block_magnitude")
-            elif n.op in ("block_max", "block_min", "rint", "rotl", "sign"):
+            elif n.op in ("block_max", "block_min", "floor", "rint", "rotl", "sign"):
                 text.add(n.op)
             if n.op == "load" and n.dtype.packed:
                 text.add("unpacked")

@@ -128,7 +128,7 @@ class LogMax(PseudoLog):
             rest = largest - self.lowest - point * self.step
             point = point + cast(rest > (self.step >> 1) + (self.step >> 13), i32)
         else:
-            point = cast(-floor(CLOSE - place), i32)  # noise may lift the largest to the point above it
+            point = -cast(floor(CLOSE - place), i32)  # noise may lift the largest to the point above it
         top = maximum(point, self.codes)
         start = (top - self.codes) * self.step + self.lowest
         under = cast(maximum(minimum(pattern, self.highest) - start, 0), f32)

@@ -147,7 +147,7 @@ class Rank1(Coded):
         least = -float(self.codes) if self.signed else 1.0 if self._free else 0.0
         exact = clip(exact, least, float(self.codes))
         if noise is None and self._free:
-            return cast(-floor(0.5 - exact), dtypes.i32) + self.bias  # a tie goes to the lower code, as in the paper
+            return self.bias - cast(floor(0.5 - exact), dtypes.i32)  # a tie goes to the lower code, as in the paper
         if noise is None:
             return cast(rint(exact), dtypes.i32) + self.bias
         # As in Blocked: n bits of fraction at the end of the pattern, where the noise is added.

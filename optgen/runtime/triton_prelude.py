@@ -167,6 +167,16 @@ def rint(x):
 
 
 @triton.jit
+def floor(x):
+    """The largest integer that is not above x, a float32; Triton's own takes negative subnormals for 0 on NVIDIA's."""
+    if machine() == "cuda":
+        out = tl.inline_asm_elementwise("cvt.rmi.f32.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        out = tl.floor(x)
+    return out
+
+
+@triton.jit
 def rotl(x, k):
     """int32 rotated left by k bits, 0 < k < 32."""
     word = x.to(tl.uint32, bitcast=True)

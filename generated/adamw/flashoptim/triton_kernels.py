@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, counter, get, inverse, minus, opaque, pointer, put, reciprocal,
+    apart, block_magnitude, block_max, counter, floor, get, inverse, minus, opaque, pointer, put, reciprocal,
     widened,
 )
 
@@ -64,7 +64,7 @@ def adamw_float32_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
@@ -199,7 +199,7 @@ def adamw_bfloat16_tile(
     p_biased_sub = 0 - (p_biased - 135)
     part = p_biased_sub >> 1
     p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    p_size = tl.floor(tl.abs(p_units) + 0.5)
+    p_size = floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
     put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -207,7 +207,7 @@ def adamw_bfloat16_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
@@ -343,7 +343,7 @@ def adamw_float16_tile(
     p_biased_sub = 0 - (p_biased - 138)
     part = p_biased_sub >> 1
     p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    p_size = tl.floor(tl.abs(p_units) + 0.5)
+    p_size = floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
     put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -351,7 +351,7 @@ def adamw_float16_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
@@ -486,7 +486,7 @@ def adamw_float32_amsgrad_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
@@ -646,7 +646,7 @@ def adamw_bfloat16_amsgrad_tile(
     p_biased_sub = 0 - (p_biased - 135)
     part = p_biased_sub >> 1
     p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    p_size = tl.floor(tl.abs(p_units) + 0.5)
+    p_size = floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
     put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -654,7 +654,7 @@ def adamw_bfloat16_amsgrad_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
@@ -816,7 +816,7 @@ def adamw_float16_amsgrad_tile(
     p_biased_sub = 0 - (p_biased - 138)
     part = p_biased_sub >> 1
     p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
-    p_size = tl.floor(tl.abs(p_units) + 0.5)
+    p_size = floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
     put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
@@ -824,7 +824,7 @@ def adamw_float16_amsgrad_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)

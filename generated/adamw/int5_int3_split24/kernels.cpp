@@ -150,7 +150,7 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_point = -to_int(floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
             const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
@@ -393,7 +393,7 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_point = -to_int(floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
             const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
@@ -682,7 +682,7 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_point = -to_int(floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
             const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
@@ -1041,7 +1041,7 @@ struct adamw_float32_amsgrad {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_point = -to_int(floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
             const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             const I max_exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block_2));
@@ -1351,7 +1351,7 @@ struct adamw_bfloat16_amsgrad {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_point = -to_int(floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
             const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             const I max_exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block_2));
@@ -1707,7 +1707,7 @@ struct adamw_float16_amsgrad {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_point = -to_int(floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
             const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             const I max_exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block_2));

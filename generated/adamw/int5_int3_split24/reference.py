@@ -77,7 +77,7 @@ def adamw_float32(
     exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
     exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
-    exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
+    exp_avg_sq_point = -(0.0009765625 - exp_avg_sq_place).floor().to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
@@ -216,7 +216,7 @@ def adamw_bfloat16(
     exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
     exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
-    exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
+    exp_avg_sq_point = -(0.0009765625 - exp_avg_sq_place).floor().to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
@@ -379,7 +379,7 @@ def adamw_float16(
     exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
     exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
-    exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
+    exp_avg_sq_point = -(0.0009765625 - exp_avg_sq_place).floor().to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
@@ -542,7 +542,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
     exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
-    exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
+    exp_avg_sq_point = -(0.0009765625 - exp_avg_sq_place).floor().to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
@@ -716,7 +716,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
     exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
-    exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
+    exp_avg_sq_point = -(0.0009765625 - exp_avg_sq_place).floor().to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
@@ -914,7 +914,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
     exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
-    exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
+    exp_avg_sq_point = -(0.0009765625 - exp_avg_sq_place).floor().to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)

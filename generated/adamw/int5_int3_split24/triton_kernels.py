@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, byte, get, joined, minus, numbered, opaque, packed, pointer, put,
-    reciprocal, rotl, unpacked, widened,
+    apart, block_magnitude, block_max, byte, floor, get, joined, minus, numbered, opaque, packed, pointer,
+    put, reciprocal, rotl, unpacked, widened,
 )
 
 
@@ -71,13 +71,13 @@ def adamw_float32_tile(
     put(p_ptr, at, p, live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f524924)
-    exp_avg_sq_point = minus(tl.floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625))).to(tl.int32)
+    exp_avg_sq_point = -floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625)).to(tl.int32)
     exp_avg_sq_top = tl.maximum(exp_avg_sq_point, 7)
     put(exp_avg_sq_peak_ptr, at_block, exp_avg_sq_top.to(tl.int16), live_block, MASKED)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -335,13 +335,13 @@ def adamw_bfloat16_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f524924)
-    exp_avg_sq_point = minus(tl.floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625))).to(tl.int32)
+    exp_avg_sq_point = -floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625)).to(tl.int32)
     exp_avg_sq_top = tl.maximum(exp_avg_sq_point, 7)
     put(exp_avg_sq_peak_ptr, at_block, exp_avg_sq_top.to(tl.int16), live_block, MASKED)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
@@ -649,13 +649,13 @@ def adamw_float16_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f524924)
-    exp_avg_sq_point = minus(tl.floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625))).to(tl.int32)
+    exp_avg_sq_point = -floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625)).to(tl.int32)
     exp_avg_sq_top = tl.maximum(exp_avg_sq_point, 7)
     put(exp_avg_sq_peak_ptr, at_block, exp_avg_sq_top.to(tl.int16), live_block, MASKED)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
@@ -961,13 +961,13 @@ def adamw_float32_amsgrad_tile(
     put(p_ptr, at, p, live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f524924)
-    exp_avg_sq_point = minus(tl.floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625))).to(tl.int32)
+    exp_avg_sq_point = -floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625)).to(tl.int32)
     exp_avg_sq_top = tl.maximum(exp_avg_sq_point, 7)
     put(exp_avg_sq_peak_ptr, at_block, exp_avg_sq_top.to(tl.int16), live_block, MASKED)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -1269,13 +1269,13 @@ def adamw_bfloat16_amsgrad_tile(
     put(weight_low_ptr, at, p_low, live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f524924)
-    exp_avg_sq_point = minus(tl.floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625))).to(tl.int32)
+    exp_avg_sq_point = -floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625)).to(tl.int32)
     exp_avg_sq_top = tl.maximum(exp_avg_sq_point, 7)
     put(exp_avg_sq_peak_ptr, at_block, exp_avg_sq_top.to(tl.int16), live_block, MASKED)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
@@ -1629,13 +1629,13 @@ def adamw_float16_amsgrad_tile(
     put(weight_low_ptr, at, p_kept, live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f524924)
-    exp_avg_sq_point = minus(tl.floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625))).to(tl.int32)
+    exp_avg_sq_point = -floor(tl.fma(minus((exp_avg_sq_largest - 0x20000000).to(tl.float32)), 3.337860584906662e-07, 0.0009765625)).to(tl.int32)
     exp_avg_sq_top = tl.maximum(exp_avg_sq_point, 7)
     put(exp_avg_sq_peak_ptr, at_block, exp_avg_sq_top.to(tl.int16), live_block, MASKED)
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
-    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)

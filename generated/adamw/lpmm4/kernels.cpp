@@ -194,7 +194,7 @@ struct adamw_float32_vector {
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
@@ -387,7 +387,7 @@ struct adamw_bfloat16_vector {
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
@@ -576,7 +576,7 @@ struct adamw_float16_vector {
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
@@ -800,8 +800,8 @@ struct adamw_float32_amsgrad_vector {
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
@@ -1035,8 +1035,8 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
@@ -1266,8 +1266,8 @@ struct adamw_float16_amsgrad_vector {
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
@@ -1569,7 +1569,7 @@ struct adamw_float32_6 {
                 const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i)));
                 const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
@@ -1794,7 +1794,7 @@ struct adamw_bfloat16_6 {
                 const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i)));
                 const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
@@ -2310,8 +2310,8 @@ struct adamw_float32_amsgrad_6 {
                 const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(max_exp_avg_sq_row_top_at + (i & row_mask)), load(max_exp_avg_sq_col_top_spread_at + i)));
                 const F max_exp_avg_sq_exact = 16.0f * (max_exp_avg_sq / max_exp_avg_sq_divisor);
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
@@ -2596,8 +2596,8 @@ struct adamw_bfloat16_amsgrad_6 {
                 const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(max_exp_avg_sq_row_top_at + (i & row_mask)), load(max_exp_avg_sq_col_top_spread_at + i)));
                 const F max_exp_avg_sq_exact = 16.0f * (max_exp_avg_sq / max_exp_avg_sq_divisor);
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
+                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 

@@ -133,7 +133,7 @@ def adamw_float32(
     exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -223,7 +223,7 @@ def adamw_float32_vector(
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -330,7 +330,7 @@ def adamw_bfloat16(
     exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -426,7 +426,7 @@ def adamw_bfloat16_vector(
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -531,7 +531,7 @@ def adamw_float16(
     exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -623,7 +623,7 @@ def adamw_float16_vector(
     b.store(p_tensor, p.to(torch.float16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -765,8 +765,8 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -877,9 +877,9 @@ def adamw_float32_amsgrad_vector(
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1024,8 +1024,8 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -1142,9 +1142,9 @@ def adamw_bfloat16_amsgrad_vector(
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1287,8 +1287,8 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -1401,9 +1401,9 @@ def adamw_float16_amsgrad_vector(
     b.store(p_tensor, p.to(torch.float16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1470,7 +1470,7 @@ def adamw_float32_encode(values, dims=None):
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -1541,7 +1541,7 @@ def adamw_float32_vector_encode(values):
         "p": b.flat(in_p),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1612,7 +1612,7 @@ def adamw_bfloat16_encode(values, dims=None):
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -1689,7 +1689,7 @@ def adamw_bfloat16_vector_encode(values):
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1758,7 +1758,7 @@ def adamw_float16_encode(values, dims=None):
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -1831,7 +1831,7 @@ def adamw_float16_vector_encode(values):
         "p": b.flat(in_p.to(torch.float16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1930,8 +1930,8 @@ def adamw_float32_amsgrad_encode(values, dims=None):
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -2019,9 +2019,9 @@ def adamw_float32_amsgrad_vector_encode(values):
         "p": b.flat(in_p),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
@@ -2123,8 +2123,8 @@ def adamw_bfloat16_amsgrad_encode(values, dims=None):
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -2218,9 +2218,9 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
@@ -2320,8 +2320,8 @@ def adamw_float16_amsgrad_encode(values, dims=None):
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -2411,8 +2411,8 @@ def adamw_float16_amsgrad_vector_encode(values):
         "p": b.flat(in_p.to(torch.float16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }

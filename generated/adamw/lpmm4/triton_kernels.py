@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    axis_max, axis_min, block_magnitude, block_max, down, fold, get, inverse, larger, minus, opaque, packed,
-    pointer, put, reciprocal, rint, term, unpacked, widened,
+    axis_max, axis_min, block_magnitude, block_max, down, floor, fold, get, inverse, larger, minus, opaque,
+    packed, pointer, put, reciprocal, rint, term, unpacked, widened,
 )
 
 
@@ -434,7 +434,7 @@ def adamw_float32_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -745,7 +745,7 @@ def adamw_float32_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1117,7 +1117,7 @@ def adamw_bfloat16_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1404,7 +1404,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1774,7 +1774,7 @@ def adamw_float16_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2057,7 +2057,7 @@ def adamw_float16_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2669,11 +2669,11 @@ def adamw_float32_amsgrad_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3043,14 +3043,14 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3507,11 +3507,11 @@ def adamw_bfloat16_amsgrad_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3845,14 +3845,14 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4307,11 +4307,11 @@ def adamw_float16_amsgrad_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4641,14 +4641,14 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

@@ -214,7 +214,7 @@ def adamw_float32_vector(
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -408,7 +408,7 @@ def adamw_bfloat16_vector(
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -596,7 +596,7 @@ def adamw_float16_vector(
     b.store(p_tensor, p.to(torch.float16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -854,9 +854,9 @@ def adamw_float32_amsgrad_vector(
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1123,9 +1123,9 @@ def adamw_bfloat16_amsgrad_vector(
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1386,9 +1386,9 @@ def adamw_float16_amsgrad_vector(
     b.store(p_tensor, p.to(torch.float16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1521,7 +1521,7 @@ def adamw_float32_vector_encode(values):
         "p": b.flat(in_p),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1664,7 +1664,7 @@ def adamw_bfloat16_vector_encode(values):
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1801,7 +1801,7 @@ def adamw_float16_vector_encode(values):
         "p": b.flat(in_p.to(torch.float16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1980,9 +1980,9 @@ def adamw_float32_amsgrad_vector_encode(values):
         "p": b.flat(in_p),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
@@ -2170,9 +2170,9 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
@@ -2354,8 +2354,8 @@ def adamw_float16_amsgrad_vector_encode(values):
         "p": b.flat(in_p.to(torch.float16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    block_magnitude, block_max, get, inverse, minus, opaque, packed, pointer, put, reciprocal, rint, term,
-    unpacked, widened,
+    block_magnitude, block_max, floor, get, inverse, minus, opaque, packed, pointer, put, reciprocal, rint,
+    term, unpacked, widened,
 )
 
 
@@ -711,7 +711,7 @@ def adamw_float32_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1308,7 +1308,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1899,7 +1899,7 @@ def adamw_float16_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2909,14 +2909,14 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3511,14 +3511,14 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4107,14 +4107,14 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

@@ -19,7 +19,9 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, numbered, opaque, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import (
+    floor, get, minus, numbered, opaque, pointer, put, reciprocal, rotl, widened,
+)
 
 
 @triton.jit
@@ -277,9 +279,9 @@ def adamw_float16_tile(
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
     p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
     p_magnitude_mul = 1099511627776.0 * p_magnitude_bitcast
-    p_whole = tl.floor(p_magnitude_mul)
+    p_whole = floor(p_magnitude_mul)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
-    p_wide = tl.where(p_is_subnormal, p_magnitude_mul.to(tl.int32) + tl.floor(p_magnitude_mul - p_whole + 0.5).to(tl.int32), p_rebiased << 3)
+    p_wide = tl.where(p_is_subnormal, p_magnitude_mul.to(tl.int32) + floor(p_magnitude_mul - p_whole + 0.5).to(tl.int32), p_rebiased << 3)
     p_word = tl.where(p == p, p_wide, 0x7e000000) + 0x8000
     put(p_ptr, at, (p_sign | p_word >> 16).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_low = p_word & 0xffff
@@ -645,9 +647,9 @@ def adamw_float16_amsgrad_tile(
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
     p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
     p_magnitude_mul = 1099511627776.0 * p_magnitude_bitcast
-    p_whole = tl.floor(p_magnitude_mul)
+    p_whole = floor(p_magnitude_mul)
     p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
-    p_wide = tl.where(p_is_subnormal, p_magnitude_mul.to(tl.int32) + tl.floor(p_magnitude_mul - p_whole + 0.5).to(tl.int32), p_rebiased << 3)
+    p_wide = tl.where(p_is_subnormal, p_magnitude_mul.to(tl.int32) + floor(p_magnitude_mul - p_whole + 0.5).to(tl.int32), p_rebiased << 3)
     p_word = tl.where(p == p, p_wide, 0x7e000000) + 0x8000
     put(p_ptr, at, (p_sign | p_word >> 16).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_low = p_word & 0xffff
