@@ -37,18 +37,10 @@ from optgen.formats import (
     ue7m9,
     ue8m8,
 )
+from optgen.formats.proofs import meant, prove
 from optgen.lang import sqrt
 from optgen.ops import dtypes
-from optgen.verify import bounds
-from optgen.verify.bounds import (
-    largest_error,
-    master_bound,
-    meant,
-    one_step_bound,
-    prove,
-    steady_state,
-    storage_bytes,
-)
+from optgen.verify.bounds import master_bound, one_step_bound, steady_state, storage_bytes
 from optgen.verify.certificate import certify
 from specs import plans
 from specs.adamw import adamw
@@ -135,8 +127,8 @@ def test_bounds_include_clamp_cells() -> None:
     """A curve whose code 0 reads high up has its worst cell at the bottom; only looking at the top would miss it."""
     steep = compander("steep", lambda n: n**0.1, lambda y: y**10)
     flat = compander("flat", lambda n: n**2, lambda y: y**0.5)
-    assert largest_error(steep, 255, random=False) == pytest.approx(1 - (1 - 1 / 510) ** 10)
-    assert largest_error(flat, 255, random=False) == pytest.approx((0.5 / 255) ** 0.5)
+    assert steep.largest_error(255, random=False) == pytest.approx(1 - (1 - 1 / 510) ** 10)
+    assert flat.largest_error(255, random=False) == pytest.approx((0.5 / 255) ** 0.5)
     fmt = Blocked(8, 16, flat, ue8m8, signed=False, rounding="nearest", zero="keep")
     assert one_step_bound(fmt).formula() is None
     # Code 0 takes everything below the root of half a code.
@@ -243,8 +235,8 @@ def test_a_bound_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("derived again")
 
-    for name in ("largest_error", "_blocked_bound", "_log_bound", "_float_bound", "prove"):
-        monkeypatch.setattr(bounds, name, refuse)
+    for kind in {type(fmt) for fmt in FORMATS}:
+        monkeypatch.setattr(kind, "bound", refuse)
     assert all(one_step_bound(fmt) is bound for fmt, bound in zip(FORMATS, made, strict=True))
     with pytest.raises(AssertionError, match="derived again"):
         one_step_bound(Blocked(8, 32, linear, ue8m8))
@@ -259,7 +251,7 @@ def test_bounds_of_wide_blocks_hold_however_the_block_lies(of: str, rounding: st
     Within the span that the bound is stated for it holds; what lies further below reads as it says.
     """
     fmt = LogMinMax(8, 16, of=of, rounding=rounding)  # type: ignore[arg-type]
-    bound, (span, below) = one_step_bound(fmt, units), bounds.log_span(fmt, units)
+    bound, (span, below) = one_step_bound(fmt, units), fmt.span(units)
     most = one_step_bound(fmt)
     offsets = torch.linspace(0, 2, 401, dtype=torch.float64)[:, None]
     for wanted in (span, span / 2, 31.4 if units == 64 else span, 45.0 if units == 64 else span):
@@ -284,7 +276,7 @@ def test_bounds_of_wide_blocks_hold_however_the_block_lies(of: str, rounding: st
 def test_what_lies_under_a_fixed_grid_reads_as_its_beginning(bits: int) -> None:
     """Maxima at every place between two grid points, others down to the span that is stated, and far below it."""
     fmt = LogMax(bits, 16, octaves=min(2.0, ((1 << bits) - 1) / 2), rounding="stochastic")
-    bound, span = one_step_bound(fmt), bounds.grid_span(fmt)
+    bound, span = one_step_bound(fmt), fmt.span()
     top = torch.exp2(torch.linspace(0, 2, 401, dtype=torch.float64))[:, None]
     depth = torch.cat([torch.linspace(0, 1, 8) * span, span + torch.linspace(0, 30, 8)]).double()
     x = (top * torch.exp2(-depth)).square().float()[:, None, :]

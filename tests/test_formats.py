@@ -51,12 +51,13 @@ from optgen.formats import (
     ue7m9,
     ue8m8,
 )
+from optgen.formats.bound import ROUNDOFF
 from optgen.formats.companders import Compander
 from optgen.formats.scales import LARGEST, SCALES, Scale
 from optgen.ir import node as ir
 from optgen.lang.values import Value, sqrt
 from optgen.ops import dtypes, spaces
-from optgen.verify.bounds import ROUNDOFF, cells_per_unit, master_bound, one_step_bound
+from optgen.verify.bounds import master_bound, one_step_bound
 from specs import plans
 
 own = compander("own", lambda n: n * (2 - n), lambda y: y / (1 + (1 - y) ** 0.5))
@@ -458,7 +459,7 @@ def test_steps_do_not_depend_on_how_a_reciprocal_rounds(bits: int) -> None:
     fmt = LogMinMax(bits, 64)
     fine = 2 ** (22 if bits == 8 else 21)
     for units in range(1, fmt.most + 1):
-        k = cells_per_unit(fmt, units)
+        k = fmt.cells_of(units)
         quotients = np.float32(2**bits + 0.5) / np.float32(units)
         near = [np.floor(quotients * (1 + d * 2.0**-23)) for d in (-2, -1, 0, 1, 2)]
         assert {min(255, int(x)) for x in near} == {k} == {int(fmt.cells(torch.tensor(units, dtype=torch.int32)))}

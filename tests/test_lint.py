@@ -35,6 +35,7 @@ from optgen.formats import (
     fp16,
     linear,
     log,
+    measured,
     root,
     softsign,
     ue7m9,
@@ -228,7 +229,7 @@ def test_a_format_of_ones_own_keeps_a_second_moment_or_is_refused() -> None:
     ids=str,
 )
 def test_cells_of_unknown_formats_are_measured(fmt: Format, cell: float, off: float) -> None:
-    assert lint.relative_cell(Own(fmt)) == pytest.approx(cell, rel=off)
+    assert Own(fmt).cell() == pytest.approx(cell, rel=off)
 
 
 @pytest.mark.parametrize(("decay", "count", "largest"), [(0.9, 5, 0.020), (0.95, 10, 0.041), (0.99, 68, 0.37)])
@@ -530,8 +531,8 @@ def test_what_keeps_0_is_what_is_seen_to() -> None:
     found = {x for p in vars(plans).values() if isinstance(p, Plan) for x in (p.signed, p.nonneg, p.initial, p.small)}
     found |= {Codebook((-1.0, -0.25, 0.5, 1.0), 2), Blocked(8, 64, signed=False)}
     found |= {Fp8("ue4m4"), Fp8("ue5m3", zero="keep")}
-    seen = {fmt: lint._keeps_zero(fmt) for fmt in found}
-    assert seen == {fmt: lint._measured_zero(fmt) for fmt in found} and set(seen.values()) == {False, True}
+    seen = {fmt: fmt.keeps_zero() for fmt in found}
+    assert seen == {fmt: measured.keeps_zero(fmt) for fmt in found} and set(seen.values()) == {False, True}
 
 
 @optimizer()

@@ -27,11 +27,11 @@ from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Native, Split
 from optgen.formats.plan import field_name
+from optgen.ops.dtypes import DType
 from optgen.runtime import layout
 from optgen.runtime.eager import Blocks
 from optgen.runtime.keys import step_key
 from optgen.verify import bounds
-from optgen.verify.differential import MANTISSA, SMALLEST_NORMAL
 from optgen.verify.intervals import FAST
 from tests import harness, product
 from tests.product import DEFAULT, PARAMS, PLANS, SPECS, Built, Cell, Run, build
@@ -95,7 +95,7 @@ sizes = st.integers(-30, 10).map(lambda e: 2.0**e)
 )
 @examples(0.1)
 @example(shape=(3, 100), seed=0, steps=[1e-2, 1e-2, 1e-2], special=[], param="bfloat16")
-# Blocks wider than a range has cells for: their lowest values are raised (bounds.lowest_reading).
+# Blocks wider than a range has cells for: their lowest values are raised (LogMinMax.lowest_reading).
 @example(shape=(63,), seed=0, steps=[1.0] * 4, special=[1.4863318443360256e16], param="float32")
 @example(shape=(65,), seed=0, steps=[1.0] * 2, special=[385828448.0], param="float32")
 # A second moment that overflows, alone in its block: an infinity has a unit of its own.
@@ -159,7 +159,7 @@ def residuals(built: Built, name: str, exact: Tensor, kept: Tensor, run: Run) ->
     if not fmt.noise_bits:
         return None
     if isinstance(fmt, Float):
-        return _float_residuals(exact, kept, fmt.dtype.name, MANTISSA[fmt.dtype.name])
+        return _float_residuals(exact, kept, fmt.dtype, fmt.dtype.mantissa)
     codes = run.buffers[name].double()
     if isinstance(fmt, LogMinMax):
         return _log_residuals(fmt, exact, codes, run.buffers[f"{name}_range"])
@@ -179,11 +179,11 @@ def _weight_residuals(built: Built, exact: Tensor, kept: Tensor) -> Tensor | Non
         return None
     assert isinstance(master, Native | Split)
     extra = master.bits if isinstance(master, Split) else 0
-    return _float_residuals(exact, kept, param.name, MANTISSA[param.name] + extra)
+    return _float_residuals(exact, kept, param, param.mantissa + extra)
 
 
-def _float_residuals(exact: Tensor, kept: Tensor, dtype: str, mantissa: int) -> Tensor:
-    exponent = exact.abs().clamp(min=SMALLEST_NORMAL[dtype]).log2().floor()
+def _float_residuals(exact: Tensor, kept: Tensor, dtype: DType, mantissa: int) -> Tensor:
+    exponent = exact.abs().clamp(min=dtype.normal).log2().floor()
     return (kept.double().abs() - exact.abs()) / torch.exp2(exponent - mantissa)
 
 

@@ -18,6 +18,7 @@ from optgen.base.errors import UserError
 from optgen.driver import emit, explain, targets
 from optgen.driver.compile import compile as compiled
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, floats, linear, scales, softsign
+from optgen.formats.bound import ROUNDOFF
 from optgen.formats.factored import LOWEST, SMALLEST_NORMAL
 from optgen.formats.format import Noise
 from optgen.lang import flag, hyper, nonneg, optimizer, row_mean, sqrt, state
@@ -25,7 +26,7 @@ from optgen.lang.spec import Spec
 from optgen.ops import dtypes
 from optgen.runtime import checkpoint, layout, native
 from optgen.verify import bounds, lint
-from optgen.verify.bounds import ROUNDOFF, one_step_bound
+from optgen.verify.bounds import one_step_bound
 from optgen.verify.certificate import certify
 from optgen.verify.differential import Trial
 from optgen.verify.intervals import FAST

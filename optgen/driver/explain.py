@@ -14,7 +14,6 @@ from optgen.base.loc import relative
 from optgen.driver import judge, targets
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
-from optgen.formats.factored import Factored
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import Node, postorder
@@ -83,7 +82,7 @@ def _of(what: str) -> str:
 
 
 def _steady(fmt: Format, recurrence: lint.Recurrence | None) -> str:
-    exact = str(fmt) == "f32" or isinstance(fmt, Factored)
+    exact = fmt.exact or "" not in fmt.fields()
     if exact or recurrence is None or recurrence.kind != "ema" or not recurrence.decay or recurrence.decay >= 1:
         return ""
     try:

@@ -10,17 +10,18 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
+from optgen.formats.bound import Bound
 from optgen.formats.check import A_COMPANDER, A_SCALE, check_block, check_part, check_words
-from optgen.formats.coded import HALF, Coded
+from optgen.formats.coded import HALF, Curved, of_scales
 from optgen.formats.companders import Compander, softsign
-from optgen.formats.format import Field, Noise, Rounding
+from optgen.formats.format import Field, Noise, Rounding, Verdict
 from optgen.formats.scales import LARGEST, Scale, ue8m8
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, rint
 from optgen.ops import dtypes
 
 
 @dataclass(frozen=True)
-class Blocked(Coded):
+class Blocked(Curved):
     """One code of b bits per element, one scale per block: x = scale * inverse(code / N).
 
     bits        b, 2 to 8; codes of fewer than 8 bits are packed (narrow.py)
@@ -126,3 +127,28 @@ class Blocked(Coded):
         if self.scale.literal:
             return self.compander.inverse(code / float(self.codes)) * scale
         return self.compander.decode(code, scale, self.codes, signed=self.signed)
+
+    # -- what is known of the error
+
+    def bound(self) -> Bound:
+        value, slack, make = self.error_of_codes()
+        scale = self.scale
+        valid = f"scale <= max(largest |{self.what}| of the block, {scale.low:.3g}) * (1 + {scale.excess:.3g})"
+        if scale.literal:
+            slack += scale.excess  # the decoder multiplies with another scale than the encoder divided by
+            valid = (
+                f"scale = largest |{self.what}| of the block, in [{scale.low:.3g}, {scale.high:.6g}]; beyond it: "
+                "no bound"
+            )
+        elif not scale.covers:
+            valid += f", largest <= {scale.high:.3g}"
+        ends = {"low": scale.low, "high": scale.high, "excess": scale.excess, "strict": scale.literal}
+        return self.of_scale(value, "scale", valid, slack, make=make, **ends)
+
+    def findings(self, nonneg: bool) -> list[Verdict]:
+        out = of_scales(self.scale, self.scale.low)
+        if self.scale.name == "e8m0" and self.noise_bits == 0 and self.bits <= 5:
+            out.insert(
+                0, ("L4", "error", f"{self.bits}-bit codes under power-of-two scales, to nearest, gain on every step")
+            )
+        return out

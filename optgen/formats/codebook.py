@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,12 +12,13 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
+from optgen.formats.bound import Bound
 from optgen.formats.check import A_SCALE, as_pythons, check_block, check_part, check_words, is_number
-from optgen.formats.coded import Coded
-from optgen.formats.format import Field, Noise, Rounding
+from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, shortest, widest
+from optgen.formats.format import Field, Noise, Rounding, Verdict
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
 from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search
-from optgen.ops.tables import Book, book, f32
+from optgen.ops.tables import Book, book, cell_ends, f32
 
 Ties = Literal["down", "up"]
 
@@ -128,6 +130,37 @@ class Codebook(Coded):
     @property
     def _book(self) -> Book:
         return book(self.table, self.bits, self.ties, self.name)
+
+    # -- what is known of the error
+
+    def bound(self) -> Bound:
+        scale = self.scale
+        value, slack = error_of_table(self.table, self.signed, self.noise_bits > 0)
+        valid = f"scale <= max(largest |{self.what}| of the block, {self.low:.3g}) * (1 + {scale.excess:.3g})"
+        ends = {"low": self.low, "high": scale.high, "excess": scale.excess}
+        return self.of_scale(value, "scale", valid, slack, make=shortest(value), **ends)
+
+    def stuck(self, decay: float) -> tuple[int, float, str]:
+        ends = (-1.0, *cell_ends(self.table, self.ties), math.inf)
+        kept = [abs(x) for i, x in enumerate(self.table) if x and ends[i] <= decay * x < ends[i + 1]]
+        return len(kept), max(kept, default=0.0), "scale"
+
+    def cell(self) -> float:
+        return self.ratio(widest(self.table))
+
+    def keeps_zero(self) -> bool:
+        return 0.0 in self.table
+
+    def findings(self, nonneg: bool) -> list[Verdict]:
+        out: list[Verdict] = []
+        if self.shrinks < 1:
+            kept, lacking = self.shrinks, -1 if self.table[-1] == 1 else 1
+            reason = (
+                f"the table has no {lacking}: a block whose largest magnitude has that sign keeps {kept:.4g} of it at "
+                f"each store, {kept**10:.2g} after ten"
+            )
+            out.append(("L12", "warning", reason))
+        return out + of_zeros(self, nonneg) + of_scales(self.scale, self.low)
 
 
 _RANGE = "numbers from -1 to 1: they are multiples of the block's largest"

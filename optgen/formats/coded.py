@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from optgen.formats import narrow
-from optgen.formats.format import Format, Rounding
-from optgen.lang.values import Num, sqrt
+from optgen.formats.bound import ROUNDOFF, Bound
+from optgen.formats.companders import BELOW, HALF
+from optgen.formats.format import HIGH, LOW, Format, Rounding, Verdict
+from optgen.formats.scales import Scale
+from optgen.lang.values import Num
+from optgen.ops.tables import CELL, EXACT
 
 NOISE_BITS = 12
 """What a code of 8 bits or fewer draws where it is rounded stochastically."""
-
-HALF = 0.5 - 2.0**-10
-"""What code 0 reads as where it must not be 0: safely on its own side of the next code."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,6 @@ class Coded(Format):
     @property
     def bits(self) -> int:
         return 8
-
-    @property
-    def of(self) -> Literal["value", "sqrt"]:
-        return "value"
 
     def rounded(self, rounding: Rounding) -> Format:
         return self._with(rounding=rounding)
@@ -60,12 +59,6 @@ class Coded(Format):
     def code(self, parts: Mapping[str, Num]) -> Num:
         return narrow.joined(parts, self.bits)
 
-    def counted(self, x: Num, root: Num | None) -> Num:
-        """What of x is divided by the scale."""
-        if self.of == "sqrt":
-            return sqrt(x / root if self.relative else x)
-        return x / root if self.relative else x
-
     @abstractmethod
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
         """What was divided by the scale, as it is kept."""
@@ -79,5 +72,110 @@ class Coded(Format):
     def decode_root(self, parts: Mapping[str, Num]) -> Num:
         return self.times_scale(parts) if self.of == "sqrt" else super().decode_root(parts)
 
+    # -- what is known of the error
 
-__all__ = ["HALF", "NOISE_BITS", "Coded"]
+    @property
+    def what(self) -> str:
+        """What is divided by the scale, as messages call it."""
+        return "x / root" if self.relative else "root" if self.of == "sqrt" else "x"
+
+    def of_scale(self, value: float, of: str, valid: str, slack: float, **more: Any) -> Bound:
+        """Return the bound of a multiple of the scale."""
+        return Bound(value, f"{of} * root" if self.relative else of, valid, slack, **more)
+
+
+@dataclass(frozen=True)
+class Curved(Coded):
+    """Codes 0 to N, or -N to N, that lie along a compander; subclasses have it as a field, and `zero`."""
+
+    @property
+    @abstractmethod
+    def codes(self) -> int:
+        """N, the largest code."""
+
+    @property
+    def zero(self) -> str:
+        """How code 0 of an unsigned format reads: "half" a code, "keep" (as 0), or "free": codes begin at 1."""
+        return "keep"
+
+    def error_of_codes(self) -> tuple[float, float, Any]:
+        """Return what a bound states of the codes: the largest error, what arithmetic adds, the closed form."""
+        random, unsigned = self.noise_bits > 0, not self.signed
+        half, free = self.zero == "half" and unsigned, self.zero == "free" and unsigned
+        value = self.compander.largest_error(self.codes, random, half, free)
+        steepest, short = self.compander.steepest, self.compander.short_decode is not None
+        # Three roundings on the way to the code, as a fraction of the code; three on the way back, and what keeps the
+        # last code below the scale.  Companders without a short form go through exp2 and log2: 2 ulp each of exponents
+        # up to 2^7.
+        roundings = (4 + self.below / ROUNDOFF) if short else 2**9
+        slack = (roundings * steepest + roundings) * ROUNDOFF
+        return value, slack, lambda: self.compander.error_formula(self.codes, random, free)
+
+    @property
+    def below(self) -> float:
+        """How far below the scale its last code reads, relative."""
+        return BELOW
+
+    def stuck(self, decay: float) -> tuple[int, float, str]:
+        n, f, g = self.codes, self.compander.curve, self.compander.inverse
+        kept = [c for c in range(1, n + 1) if n * float(f(decay * float(g(c / n)))) >= c - 0.5]
+        return len(kept), float(g(max(kept) / n)) if kept else 0.0, "scale"
+
+    def cell(self) -> float:
+        g, n = self.compander.inverse, self.codes
+        return self.ratio(float(g(2 / n)) / float(g(1 / n))) if n > 1 else math.inf
+
+    def keeps_zero(self) -> bool:
+        return self.signed or self.zero == "keep"
+
+
+def error_of_table(readings: tuple[float, ...], signed: bool, random: bool) -> tuple[float, float]:
+    """Return (the largest error, what arithmetic adds to it) of codes that read as these rising numbers: the widest
+    gap, or half of it to nearest, and what lies beyond the first and the last number.
+
+    Of what f32 arithmetic adds, fast maths takes most: ends of cells that are off by 2^-12 of a cell, and numbers that
+    are off by 2^-20 of themselves (ops/tables.py).
+    """
+    gap = max(b - a for a, b in itertools.pairwise(readings))
+    beyond = max(1 - readings[-1], 1 + readings[0] if signed else readings[0])
+    return max(gap if random else gap / 2, beyond), 2 * gap * CELL + EXACT + 8 * ROUNDOFF
+
+
+def widest(readings: tuple[float, ...], least: float = 0.0) -> float:
+    """Return the largest ratio of two neighbours among the positive numbers from `least` on."""
+    positive = [x for x in readings if x > 0]
+    return max(b / a for a, b in itertools.pairwise(positive) if a >= least)
+
+
+def shortest(value: float) -> Callable[[], Any]:
+    """Return a function that makes the shortest fraction within f32's precision of a number."""
+
+    def make() -> Any:
+        import sympy
+
+        return sympy.nsimplify(value, rational=True, tolerance=2.0**-26)
+
+    return make
+
+
+def of_scales(scale: Scale, low: float) -> list[Verdict]:
+    """Return what speaks against scales: the smallest largest magnitude that they follow is `low`."""
+    out: list[Verdict] = []
+    if scale.high < HIGH or low > LOW:
+        reason = f"its scales cover {low:.2g} to {scale.high:.3g} only: blocks beyond overflow or freeze"
+        out.append(("L5", "error", reason))
+    if scale.literal:
+        reason = "its scales are rounded to nearest, and the encoder divides by other ones: they stick like codes do"
+        out.append(("L6", "error", reason))
+    return out
+
+
+def of_zeros(fmt: Coded, nonneg: bool) -> list[Verdict]:
+    """Return what speaks against a format whose codes may read as 0 for a nonnegative state."""
+    if not nonneg or fmt.positive:
+        return []
+    reason = "what is small beside the largest of its block reads as 0, and the step is divided by eps alone"
+    return [("L13", "warning", reason)]
+
+
+__all__ = ["HALF", "NOISE_BITS", "Coded", "Curved"]

@@ -18,6 +18,7 @@ from typing import Any
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
+from optgen.formats import proofs
 from optgen.formats.check import check_line, check_number
 from optgen.lang import values
 from optgen.lang.values import Num, Value, sqrt, where
@@ -110,11 +111,60 @@ class Compander:
             return self.short_decode(code, scale, codes)
         return self._both_signs(self.inverse, code * (1.0 / codes), signed) * (scale * (1 - 4 * BELOW))
 
+    # -- what follows from the two curves
+
+    @property
+    def steepest(self) -> float:
+        """The slope of the inverse at 1, where it is steepest if it is convex."""
+        return _steepest(self)
+
+    def largest_error(self, codes: int, random: bool, half: bool = False, free: bool = False) -> float:
+        """Return the largest distance between a number in [0, 1] and what its code reads as.
+
+        To nearest a code's cell reaches half a code to both sides, `random` a whole one.  `half`: code 0 reads as half
+        a code; `free`: code 1 is the first, down to 0.  The first cell begins at 0, the last one ends at 1.
+        """
+        return _largest_error(self, codes, random, half, free)
+
+    def error_formula(self, codes: int, random: bool, free: bool = False) -> Any:
+        """Return `largest_error` in SymPy, or None: g(1) - g(1 - cell), which is the outermost cell, where the inverse
+        g is convex."""
+        import sympy
+
+        y = sympy.Symbol("y", positive=True)
+        g = proofs.exactly(self.inverse(y))
+        if not proofs.nonnegative(sympy.diff(g, y, 2), y):
+            return None
+        cell = sympy.Rational(1, codes if random else 2 * codes)
+        outer = sympy.simplify(g.subs(y, 1) - g.subs(y, 1 - cell))
+        return sympy.Max(outer, g.subs(y, sympy.Rational(1, codes))) if free else outer
+
     def _both_signs(self, curve: Curve, x: Num, signed: bool) -> Num:
         if self.odd or not signed:
             return curve(x)
         magnitude = curve(abs(x))
         return where(x < 0, -magnitude, magnitude)
+
+
+HALF = 0.5 - 2.0**-10
+"""What code 0 reads as where it must not be 0: safely on its own side of the next code."""
+
+
+@lru_cache(maxsize=256)
+def _largest_error(compander: Compander, codes: int, random: bool, half: bool, free: bool) -> float:
+    reach, worst = (1.0 if random else 0.5), 0.0
+    for code in range(1 if free else 0, codes + 1):
+        kept = float(compander.inverse((HALF if half and code == 0 else code) / codes))
+        least = 0.0 if free and code == 1 else max(code - reach, 0.0)
+        low, high = (float(compander.inverse(end / codes)) for end in (least, min(code + reach, codes)))
+        worst = max(worst, kept - low, high - kept)
+    return worst
+
+
+@lru_cache(maxsize=256)
+def _steepest(compander: Compander) -> float:
+    unit = 1e-6
+    return (1.0 - float(compander.inverse(1.0 - unit))) / unit
 
 
 linear = Compander(

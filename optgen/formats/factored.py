@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
+from optgen.formats.bound import Bound
 from optgen.formats.floats import f32
-from optgen.formats.format import Field, Format, Noise
+from optgen.formats.format import Field, Format, Noise, View
 from optgen.lang.reductions import col_mean, mat_mean, row_mean
 from optgen.lang.spec import Matrix
 from optgen.lang.values import Num, maximum, minimum
@@ -87,6 +89,17 @@ class Factored(Format):
         # 0 for a fresh state alone, whose rows are 0.
         least = minimum(parts["row"], SMALLEST_NORMAL)
         return maximum(parts["row"] * parts["col"], least)
+
+    def bound(self) -> Bound:
+        least = f"2^{math.log2(LOWEST):g}"
+        return Bound(
+            math.inf, "value",
+            f"the means of rows and columns are kept, to rounding: rows of at least {least} of the mean of all, "
+            f"columns of at least {least}",
+        )  # fmt: skip
+
+    def enclose(self, x: Any, view: View, root: Any = None) -> Any:
+        return self.decode(self.encode(x))  # the same formulas, read on intervals
 
 
 __all__ = ["LOWEST", "SMALLEST_NORMAL", "Factored"]

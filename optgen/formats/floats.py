@@ -9,8 +9,9 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
+from optgen.formats.bound import Bound, rational
 from optgen.formats.check import check_words
-from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.format import Field, Format, Noise, Rounding, Verdict
 from optgen.lang.values import Num
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
@@ -57,6 +58,57 @@ class Float(Format):
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         return words.widen(parts[""], self.dtype)
+
+    # -- what is known of the error
+
+    def bound(self) -> Bound:
+        return rounding_to(self.dtype, self.noise_bits > 0)
+
+    def stuck(self, decay: float) -> tuple[int, float, str]:
+        # Stuck are mantissas m / 2^s, m in [2^s, 2^(s+1)), with (1 - decay) m <= 1/2.
+        first = 1 << self.dtype.mantissa
+        count = sum((1 - decay) * m <= 0.5 for m in range(first, 2 * first))
+        return count, float(count > 0), "value"
+
+    def cell(self) -> float:
+        return 2.0**-self.dtype.mantissa
+
+    def keeps_zero(self) -> bool:
+        return True
+
+    @property
+    def is_float(self) -> bool:
+        return True
+
+    @property
+    def exact(self) -> bool:
+        return self.dtype is dtypes.f32
+
+    def findings(self, nonneg: bool) -> list[Verdict]:
+        if self.dtype is not dtypes.f16:
+            return []
+        return [("L5", "error", "f16 turns moments beyond 65504 into Inf and those under 2^-25 into 0")]
+
+
+_RANGES = {
+    "bf16": "2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below",
+    "f16": "2^-14 <= |x| < 65520; absolute 2^-25 below, Inf above",
+}
+
+
+def rounding_to(dtype: DType, random: bool) -> Bound:
+    """Return the bound of rounding an f32 to a float type, half to even or stochastically."""
+    if dtype is dtypes.f32:
+        return Bound(0.0, "value", "every f32", make=rational(0))
+    # Half an ulp above a power of two: 2^-(stored + 1) of 1 + 2^-(stored + 1); stochastically a whole one.
+    places = dtype.mantissa + 1
+    half = 2.0**-places
+    return Bound(
+        2 * half if random else half / (1 + half), "value", _RANGES[dtype.name],
+        make=rational(2 if random else 1, 2**places + (0 if random else 1)),
+        # Below the normal numbers the step stays what it is at the smallest of them.
+        absolute=dtype.normal * (2 * half if random else half), largest=dtype.largest,
+    )  # fmt: skip
 
 
 f32 = Float(dtypes.f32)

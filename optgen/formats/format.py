@@ -12,15 +12,28 @@ Called with traced values they compile; called with torch tensors of shape (...,
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
+from optgen.formats import measured
+from optgen.formats.bound import ONE, Bound, Line
+from optgen.ir import node as ir
 from optgen.lang.spec import Matrix
-from optgen.lang.values import Num, cast, lshr, sqrt
-from optgen.ops import dtypes
+from optgen.lang.values import Num, Value, cast, lshr, maximum, sqrt, where
+from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
+from optgen.ops.prims import REDUCTIONS
+
+Severity = Literal["error", "warning", "note"]
+Verdict = tuple[str, Severity, str]
+"""A finding about a format: code, severity, reason (`verify/lint.py`)."""
+
+# What a scale or float must at least follow: gradients of large models, squared and averaged, and their spikes.
+LOW, HIGH = 2.0**-50, 2.0**63
 
 Rounding = Literal["nearest", "stochastic", "auto"]
 
@@ -88,11 +101,35 @@ class Noise:
         return (cast(self.integer(), dtypes.f32) + 0.5) * 2.0**-self.bits
 
 
+class View(Protocol):
+    """The blocks and indices of a tensor that is enclosed: each method gives every element that of its own."""
+
+    def largest(self, x: Any, size: int) -> Any:
+        """Return the largest of each block of that size; NaN wins."""
+
+    def smallest(self, x: Any, size: int) -> Any:
+        """Return the smallest of each block of that size; NaN wins."""
+
+    def of_indices(self, x: Any) -> Any:
+        """Return the smallest of the largest x that each index has (rank1.py)."""
+
+
 class Format(ABC):
     """How the values of one state are kept between steps.
 
     `encode` without `noise` rounds to nearest, whatever `rounding` says.
+
+    compander  the curve that the codes follow, which is proven before a plan is built; None for other formats
     """
+
+    compander: Any = None
+
+    def __init_subclass__(cls) -> None:
+        """Forget what a base states of its error where a subclass of a whole format encodes or decodes otherwise."""
+        whole = any(issubclass(b, Format) and "encode" not in b.__abstractmethods__ for b in cls.__bases__)
+        if whole and {"encode", "decode", "times_scale"} & vars(cls).keys():
+            for name in {"bound", "enclose", "stuck", "cell", "keeps_zero"} - vars(cls).keys():
+                setattr(cls, name, getattr(Format, name))
 
     @property
     def rounding(self) -> Rounding:
@@ -149,6 +186,11 @@ class Format(ABC):
         return True
 
     @property
+    def of(self) -> Literal["value", "sqrt"]:
+        """What the codes count: the value, or the root of a nonnegative one."""
+        return "value"
+
+    @property
     def plus_zero(self) -> bool:
         """Whether a zero to be encoded must be +0: formats that order values by their bit patterns."""
         return False
@@ -161,6 +203,13 @@ class Format(ABC):
     def absolute(self) -> Format:
         """The same format, not relative."""
         return self
+
+    def counted(self, x: Num, root: Num | None) -> Num:
+        """Return what of x the codes count: it, its root, or its quotient by the root of the second moment."""
+        # In no assignment: a value is named by the caller's.
+        if self.of == "sqrt":
+            return sqrt(x / root if self.relative else x)
+        return x / root if self.relative else x
 
     def code(self, parts: Mapping[str, Num]) -> Num:
         """The code of each element, where `parts` are an encoding: it increases with the value."""
@@ -192,6 +241,94 @@ class Format(ABC):
         parts = self.encode(x, noise=noise)
         return parts, self.decode_root(parts)
 
+    # -- what is known of the error; a format without `bound` is built, and said to have none
+
+    def bound(self) -> Bound | None:
+        """Return the worst error of storing a value once; None where no bound is known."""
+        return None
+
+    def enclose(self, x: Any, view: View, root: Any = None) -> Any:
+        """Return the interval of decode(encode(y)) for every y in the interval x, from `bound` alone.
+
+        root  the interval of what a relative format divides by
+        """
+        bound = self.bound()
+        if bound is None or bound.of == "root" or bound.value == math.inf:
+            return x.unknown()
+        if bound.of == "value":
+            return bound.around(x, bound.within(x))
+        value = self.counted(x, root)
+        top = self.top(value.magnitude(), view)
+        error = bound.within(x) * (top.clamp(min=bound.low) * (1 + bound.excess) * (1 + dtypes.F32_UNIT))
+        if self.keeps_zero():
+            error = where(top == 0, 0.0, error)
+        # Infinite or beyond what scales can follow: nothing is promised.
+        error = where(top <= bound.high, error, math.nan)
+        if bound.strict:
+            error = where((view.largest(abs(value).lo, self.block) < bound.low) & (top != 0), math.nan, error)
+        kept = value.widened(error)
+        if self.of == "sqrt":
+            kept = maximum(kept, 0.0)
+            return kept * kept
+        return kept if root is None else kept * root
+
+    def top(self, magnitude: Any, view: View) -> Any:
+        """Return the magnitude that decides the scale of each element."""
+        return view.largest(magnitude, self.block)
+
+    def stuck(self, decay: float) -> tuple[int, float, str]:
+        """Return (how many codes, the largest value, of what) with encode(decay * decode(code)) = code, 0 aside, to
+        nearest and under a scale that another element of the block holds.  0 < decay."""
+        return measured.stuck(self, decay)
+
+    def cell(self) -> float:
+        """Return the widest cell of nonnegative values, relative to the value: next code / code - 1."""
+        return measured.cell(self)
+
+    def ratio(self, ratio: float) -> float:
+        """Return the cell of the values of two codes that read as numbers of this ratio."""
+        return float(ratio**2 - 1 if self.of == "sqrt" else ratio - 1)
+
+    def keeps_zero(self) -> bool:
+        """Return True if 0 next to other values comes back as 0."""
+        return measured.keeps_zero(self)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether each element is a float of its own, on a grid that never moves."""
+        return False
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is rounded."""
+        return False
+
+    def findings(self, nonneg: bool) -> list[Verdict]:
+        """Return what speaks against the format whatever the state does; `nonneg`: of a state that is never negative.
+
+        Imports no torch where the format is this package's: that takes a second of a build.
+        """
+        return []
+
+    def lines(self, units: int = 0) -> list[Line]:
+        """Return the numbers over which a certificate looks for the worst error, in units of `bound().of`."""
+        bound = self.bound()
+        if bound is None:
+            raise TypeError(f"no certificate for {type(self).__name__}")
+        if bound.of == "value":
+            return [Line(ONE, ONE + (1 << 23) - 1, (), relative=True)]
+        # Scales are powers of two times 1 to the same relative error: one block stands for all.
+        return [Line(0, ONE, (1.0,), False, sign) for sign in ((1.0, -1.0) if self.signed else (1.0,))]
+
+
+@lru_cache(maxsize=1024)
+def wide_reductions(fmt: Format) -> tuple[str, ...]:
+    """Return the names of reductions over more than a block that encoding needs."""
+    x, root = (Value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("x", "root"))
+    noise = Noise(Value(ir.load("word", dtypes.i32, spaces.elem)), 0, fmt.noise_bits) if fmt.noise_bits else None
+    parts = fmt.encode(x, noise=noise, root=root if fmt.relative else None)
+    return tuple(sorted({n.op for n in ir.postorder([p.node for p in parts.values()]) if n.op in REDUCTIONS}))
+
 
 class Master(ABC):
     """How a weight is kept: the parameter itself (`""`, in the parameter's dtype) plus what else it needs.
@@ -216,6 +353,19 @@ class Master(ABC):
 
     def describe(self, param: DType) -> str:
         return str(self)
+
+    def bound(self, param: DType) -> Bound | None:
+        """Return the worst error of keeping a weight once; None where no bound is known."""
+        return None
+
+    def enclose(self, x: Any, param: DType) -> Any:
+        """Return the interval of decode(encode(y)) for every y in the interval x."""
+        bound = self.bound(param)
+        return x.unknown() if bound is None else bound.around(x, bound.total)
+
+    def findings(self, param: DType) -> list[Verdict]:
+        """Return what speaks against keeping a weight narrower than fp32 so."""
+        return []
 
 
 Parts = Mapping[str, Any]

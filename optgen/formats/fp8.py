@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,9 +12,10 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
+from optgen.formats.bound import Bound
 from optgen.formats.check import A_SCALE, check_block, check_part, check_words
-from optgen.formats.coded import HALF, Coded
-from optgen.formats.format import Field, Noise, Rounding
+from optgen.formats.coded import HALF, Coded, error_of_table, of_scales, of_zeros, shortest, widest
+from optgen.formats.format import Field, Noise, Rounding, Verdict
 from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, where
 from optgen.ops import dtypes
@@ -157,6 +159,41 @@ class Fp8(Coded):
         if self.of == "sqrt":
             return minimum(value, LARGEST_ROOT)
         return clip(value, -LARGEST, LARGEST) if self.scale.excess else value
+
+    # -- what is known of the error
+
+    @property
+    def readings(self) -> tuple[float, ...]:
+        """What codes read as, rising, in units of the largest magnitude of the block."""
+        positive = [x / self.largest for x in numbers(self.kind)]
+        return tuple([-x for x in positive[:0:-1]] + positive if self.signed else positive)
+
+    def bound(self) -> Bound:
+        scale, low = self.scale, self.low * self.largest
+        value, slack = error_of_table(self.readings, self.signed, self.noise_bits > 0)
+        slack += value * scale.excess  # the largest number may become less than the largest float
+        # The scale is that of the largest float: the error is a multiple of what the largest element counts as.
+        valid = f"largest <= max(largest |{self.what}| of the block, {low:.3g}) * (1 + {scale.excess:.3g})"
+        high = min(scale.high * self.largest, LARGEST)
+        return self.of_scale(
+            value, "largest", valid, slack, make=shortest(value), low=low, high=high, excess=scale.excess
+        )
+
+    def stuck(self, decay: float) -> tuple[int, float, str]:
+        # Half of a gap is rounded to the even code, which is the number's own in every second gap.
+        pairs = enumerate(itertools.pairwise(numbers(self.kind)), 1)
+        apart = [(2 * decay * x - (below + x), code, x / self.largest) for code, (below, x) in pairs]
+        kept = [x for above, code, x in apart if above > 0 or above == 0 and code % 2 == 0]
+        return len(kept), max(kept, default=0.0), "block's maximum"
+
+    def cell(self) -> float:
+        return self.ratio(widest(self.readings, self.normal / self.largest))
+
+    def keeps_zero(self) -> bool:
+        return self.signed or self.zero == "keep"
+
+    def findings(self, nonneg: bool) -> list[Verdict]:
+        return of_zeros(self, nonneg) + of_scales(self.scale, self.low * self.largest)
 
 
 @lru_cache

@@ -8,17 +8,19 @@ on it stays on it whatever its neighbours do: of few bits that is worth more tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
+from optgen.formats.bound import ONE, ROUNDOFF, Bound, Line, rational
 from optgen.formats.check import check_block, check_words, is_number
-from optgen.formats.format import Field, Noise, Rounding
-from optgen.formats.pseudolog import PseudoLog
+from optgen.formats.format import Field, Noise, Rounding, View
+from optgen.formats.pseudolog import BEND, PseudoLog, tenths
 from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32
 
@@ -150,3 +152,44 @@ class LogMax(PseudoLog):
         top = cast(parts["peak"], i32)
         start = where(equal(top, 0), 0, (top - self.codes) * self.step + self.lowest)
         return from_bits(start + narrow.joined(parts, self.bits) * self.step)
+
+    # -- what is known of the error
+
+    def span(self) -> float:
+        """Return the octaves under a block's maximum within which errors are bounded, cut to a tenth.
+
+        Up to a cell of the octaves that it spans may lie above the maximum.
+        """
+        return max(0.0, tenths(self.octaves - self.octaves / self.codes - BEND))
+
+    def bound(self) -> Bound:
+        cell = self.step / 2**23  # of a mantissa in [1, 2): widest, relative to the value, from a power of two up
+        # To nearest the largest of a block decides the grid's end, by a hair's breadth later than the middle of a cell.
+        slack = cell * ((self.codes + 2) * 4 * ROUNDOFF + 2.0**-12) + 4 * ROUNDOFF
+        span = self.span()
+        valid = (
+            f"for roots at most {span:g} octaves under their block's maximum; what lies further below it may read as "
+            f"{span:g} octaves under it, what lies under 2^-63 as that"
+        )
+        halves = 1 if self.noise_bits else 2
+        return Bound(cell / halves, "root", valid, slack, rational(self.step, halves * 2**23))
+
+    def enclose(self, x: Any, view: View, root: Any = None) -> Any:
+        """The relative error of a cell; what is far below its block's maximum reads as the grid's first point there."""
+        import torch
+
+        lost, value = self.finite(self.counted(x, root), view)
+        top = view.largest(torch.nextafter(value.hi.float(), torch.tensor(math.inf)).clamp(min=0), self.block)
+        largest = top.contiguous().view(torch.int32).long().clamp(self.lowest, self.highest)
+        # The grid's last point is less than a cell above the maximum, and it begins at the lowest pattern at least.
+        first = (largest - (self.codes - 1) * self.step).clamp(min=self.lowest).int().view(torch.float32).double()
+        relative = self.bound().within(x)
+        return self.spread(value, lost, relative, first * (1 + relative))
+
+    def cell(self) -> float:
+        return (1 + self.step / 2**23) ** 2 - 1
+
+    def lines(self, units: int = 0) -> list[Line]:
+        # The grid lies otherwise in each octave; a cell is widest, relative to the value, above a power of two.
+        tops = [ONE + (octave << 23) + (1 << 22) for octave in range(8)]
+        return [Line(top - (self.codes - 1) * self.step, top, (self.number_of(top),), relative=True) for top in tops]

@@ -8,16 +8,18 @@ integer arithmetic on the pattern: the same bits on every backend, no logarithm,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
+from optgen.formats.bound import ONE, ROUNDOFF, Bound, Line
 from optgen.formats.check import check_block, check_words
-from optgen.formats.format import Field, Noise, Rounding
-from optgen.formats.pseudolog import PseudoLog
+from optgen.formats.format import Field, Noise, Rounding, View
+from optgen.formats.pseudolog import BEND, PseudoLog, tenths
 from optgen.lang.values import (
     Num,
     bits,
@@ -180,3 +182,104 @@ class LogMinMax(PseudoLog):
         middle = ((header & 0xFF00) << (self.unit - 8)) + self.lowest + (step >> 1)
         middle = where(equal(header, 0), 0, middle)
         return from_bits(middle + narrow.joined(parts, self.bits) * step)
+
+    # -- what is known of the error, of a block that spans so many units; by default as many as it may
+
+    def cells_of(self, units: int) -> int:
+        """Return how many cells a unit is cut into."""
+        return min(255, (1 << self.bits) // units)
+
+    def margin(self, units: int) -> float:
+        """Return what is kept free, at most, at both ends of the block, in units."""
+        if not self.noise_bits:
+            return 0.0
+        return 1 / 8 if self.bits == 8 else 0.5 / self.cells_of(min(units + 2, self.most)) + 2.0**-20
+
+    def lowest_reading(self, units: int) -> int:
+        """Return how far above the start of the lowest unit, as a pattern, what lies under its first cell is read at
+        most.
+
+        To nearest that is the middle of the first cell, stochastically of the second: what is below is raised to half a
+        cell above the start or a little more, and noise adds up to a cell.  A cell is off by half a pattern, or by one.
+        """
+        cell = (1 << self.unit) // self.cells_of(units)
+        return (cell + (cell >> 1) if self.noise_bits else cell >> 1) + 2
+
+    def span(self, units: int) -> tuple[float, float]:
+        """Return (octaves that a block may span and be counted as so many units, octaves under its maximum that
+        everything below reads as at most), both cut to a tenth.
+
+        A span of s units lies in floor(s + two margins) + 2 of them at most, however it falls on their ends, and the
+        last one ends at most a unit and a margin above the maximum.
+        """
+        octaves, free = (0.5 if self.of == "sqrt" else 1.0), self.margin(units)
+        below = (units - 1 - free) * octaves - self.lowest_reading(units) / 2**23 - BEND
+        return tenths((units - 1 - 2 * free) * octaves - BEND), tenths(below)
+
+    def bound(self, units: int = 0) -> Bound:
+        units = units or self.most
+        k, random = self.cells_of(units), self.noise_bits > 0
+        cell = (0.5 if self.of == "sqrt" else 1.0) / k  # of a mantissa in [1, 2)
+        # To nearest: from the left end of a binade's first cell to its middle.  Stochastically: from the middle of
+        # that cell to the middle of the next; where a cell is half a binade, from the middle of the last cell to that
+        # of the next binade's first, twice as wide, is further.
+        value = max(cell / (1 + cell / 2), 1.5 * cell / (2 - cell / 2)) if random else cell / 2
+        # The cell is a whole number of bit patterns, off by up to half a pattern per code.
+        slack = 256 * 0.5 * 2.0**-23 * (2 if self.of == "value" else 1) + 4 * ROUNDOFF
+        what, least = ("root", "2^-63") if self.of == "sqrt" else ("value", "2^-126")
+        span, below = self.span(units)
+        valid = (
+            f"for a block whose {what}s span at most {span:g} octaves; what lies further below the block's maximum "
+            f"reads as at most {below:g} octaves under it, what lies under {least} as at most 1.5 cells more than that"
+        )
+
+        def formula() -> Any:
+            import sympy
+
+            d = sympy.Rational(1, 2 * k if self.of == "sqrt" else k)
+            return sympy.Max(d / (1 + d / 2), 3 * d / (4 - d)) if random else d / 2
+
+        return Bound(value, what, valid, slack, formula)
+
+    def enclose(self, x: Any, view: View, root: Any = None) -> Any:
+        """The relative error for as many units as the block can span; what is far below its maximum reads as more."""
+        import torch
+
+        lost, value = self.finite(self.counted(x, root), view)
+        down = torch.nextafter(value.lo.float(), torch.tensor(0.0))
+        up = torch.nextafter(value.hi.float(), torch.tensor(math.inf))
+        top, bottom = view.largest(up, self.block), view.smallest(down, self.block)
+
+        def unit_of(t: Any, offset: Any) -> Any:
+            """Return the unit in which an f32 lies, as the encoder counts them."""
+            pattern = t.float().clamp(min=0).view(torch.int32).long().clamp(self.lowest, self.highest)
+            return (pattern + offset) >> self.unit
+
+        def table(f: Callable[[int], float]) -> Any:
+            return torch.tensor([0.0, *map(f, range(1, self.most + 1))], dtype=torch.float64)
+
+        # The margin of the widest block there may be; that of a narrower one is smaller, down to none.
+        spanned = unit_of(top, 0) + 1 - unit_of(bottom, 0)
+        margin = table(lambda k: self.margin(k) * 2**self.unit)[spanned.clamp(max=self.most)].ceil().long()
+        least = margin if self.bits == 8 else 0
+        above = unit_of(top, margin) + 1
+        units = (above - unit_of(bottom, -margin)).clamp(1, self.most)
+        relative = table(lambda k: self.bound(k).within(x))[units]
+        # The pattern at which the codes of the block start at the highest; what lies below is raised.
+        start = torch.maximum(unit_of(bottom, -least), above - self.most).clamp(min=self.lowest >> self.unit)
+        raised = (start << self.unit) + table(self.lowest_reading)[units].long()
+        return self.spread(value, lost, relative, raised.int().view(torch.float32).double())
+
+    def cell(self) -> float:
+        cell = (0.5 if self.of == "sqrt" else 1.0) / self.cells_of(self.most)
+        return (1 + cell) ** 2 - 1 if self.of == "sqrt" else cell
+
+    def lines(self, units: int = 0) -> list[Line]:
+        units = units or self.most
+        # The first and last unit hold the block's minimum and maximum; stochastically there is a margin to them.
+        margin = 0
+        if self.noise_bits:
+            margin = 1 << (self.unit - 2) if self.bits == 8 else int(self.margin(units) * 2**self.unit) + (1 << 8)
+        start = ONE - ((units // 2) << self.unit)
+        low, high = start + margin, start + (units << self.unit) - max(margin, 1 << 8)
+        return [Line(low, high, (self.number_of(low), self.number_of(high)), relative=True)]

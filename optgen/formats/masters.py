@@ -9,16 +9,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
+from optgen.formats.bound import ROUNDOFF, Bound, exact, rational
 from optgen.formats.check import check_words, is_whole
-from optgen.formats.format import Field, Master, Noise, Rounding
+from optgen.formats.floats import rounding_to
+from optgen.formats.format import Field, Master, Noise, Rounding, Verdict
 from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, where
-from optgen.ops.dtypes import DType, bf16, f16, f32, i16, i32, u8
+from optgen.ops.dtypes import F32_UNIT, DType, bf16, f16, f32, i16, i32, u8
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class Native(Master):
     def describe(self, param: DType) -> str:
         return param.name if param is f32 else f"{param.name}, {'stochastic' if self.noise_bits(param) else 'nearest'}"
 
+    def bound(self, param: DType) -> Bound:
+        return rounding_to(param, self.noise_bits(param) > 0)
+
+    def findings(self, param: DType) -> list[Verdict]:
+        if self.noise_bits(param):
+            return []
+        reason = (
+            f"late in training, when steps are smaller than 2^-{param.mantissa + 1} of a weight, a {param.name} "
+            "parameter no longer moves: it is rounded to nearest; master=Split(8) or Native('stochastic') keeps it "
+            "moving"
+        )
+        return [("L11", "warning", reason)]
+
 
 @dataclass(frozen=True)
 class Narrow(Master):
@@ -68,6 +83,19 @@ class Narrow(Master):
 
     def describe(self, param: DType) -> str:
         return "f32" if param is f32 else f"{param.name} {self}"
+
+    def bound(self, param: DType) -> Bound:
+        return rounding_to(f32, False) if param is f32 else self._bound(param)
+
+    def _moves(self, param: DType) -> list[Verdict]:
+        """Return the note about the smallest steps that a weight of 8 further bits makes."""
+        least = f"2^-{param.mantissa + 9}"
+        reason = f"steps smaller than about {least} of a weight do not move it; fp32 itself stops at 2^-24"
+        return [("L11", "note", reason)]
+
+    @abstractmethod
+    def _bound(self, param: DType) -> Bound:
+        """`bound` for a 16-bit parameter."""
 
     @abstractmethod
     def _extra(self, param: DType) -> dict[str, Field]:
@@ -98,6 +126,9 @@ class Copy(Narrow):
     def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
         return parts["master"]
 
+    def _bound(self, param: DType) -> Bound:
+        return rounding_to(f32, False)
+
 
 @dataclass(frozen=True)
 class Kahan(Narrow):
@@ -122,6 +153,20 @@ class Kahan(Narrow):
 
     def _decode(self, parts: Mapping[str, Num], param: DType) -> Num:
         return words.widen(parts[""], param) + words.widen(parts["compensation"], param)
+
+    def _bound(self, param: DType) -> Bound:
+        value = 2.0 ** -(2 * param.mantissa + 3)  # half a place of what is under half a place
+        valid, least = "well above the smallest normal number", param.normal * 2.0 ** -(param.mantissa + 1)
+        return Bound(value, "value", valid, make=exact(value), absolute=least, largest=param.largest)
+
+    def enclose(self, x: Any, param: DType) -> Any:
+        if param is f32:
+            return x
+        bound = self.bound(param)
+        return bound.around(x, bound.total + F32_UNIT)  # weight and compensation are added again
+
+    def findings(self, param: DType) -> list[Verdict]:
+        return self._moves(param)
 
 
 @dataclass(frozen=True)
@@ -191,6 +236,20 @@ class Split(Narrow):
         wide = ((high & 0x7FFF) << self.bits) + offset
         return from_bits(bits(words.narrow_f16(wide, self.bits)) | ((high & 0x8000) << 16))
 
+    def _bound(self, param: DType) -> Bound:
+        if param is bf16 and self.bits == 16:
+            valid = "every f32 but NaN, whose payload is lost"
+            return Bound(0.0, "value", valid, make=rational(0), largest=param.largest)
+        kept, random = param.mantissa + self.bits, self.noise_bits(param) > 0
+        value = 0.0 if kept > 23 else 2.0 ** -(kept if random else kept + 1)
+        step = param.lowest - kept - (0 if random else 1)
+        top = "2^128 (1 - 2^-17)" if param is bf16 else "2^16 (1 - 2^-20)"
+        valid = f"2^{param.lowest} <= |x| < {top}; absolute 2^{max(step, -150)} below, Inf above"
+        return Bound(value, "value", valid, make=exact(value), absolute=2.0**step, largest=param.largest)
+
+    def findings(self, param: DType) -> list[Verdict]:
+        return [] if self.bits == 16 or self.noise_bits(param) else self._moves(param)
+
 
 @dataclass(frozen=True)
 class Ecc8(Narrow):
@@ -232,3 +291,14 @@ class Ecc8(Narrow):
         weight = words.widen(parts[""], param)
         code = cast(cast(parts["low"], i32), f32) - 128.0
         return weight + self._scaled(code / 127.0, self._exponent(weight, param))
+
+    def _bound(self, param: DType) -> Bound:
+        # Half an ulp in 254 parts, rounded; just below a power of two the ulp is that of the binade above.
+        value = 2.0 ** -(param.mantissa + 1) / 254
+        slack = value * 2.0**-param.mantissa + 2 * ROUNDOFF
+        least = (value + slack) * param.normal + 2.0**-148
+        make = rational(1, 254 * 2 ** (param.mantissa + 1))
+        return Bound(value, "value", "normal values", slack, make, absolute=least, largest=param.largest)
+
+    def findings(self, param: DType) -> list[Verdict]:
+        return self._moves(param)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
 from optgen.formats.coded import NOISE_BITS
-from optgen.formats.format import Format, Rounding
+from optgen.formats.format import Format, Rounding, View
+from optgen.formats.scales import of_pattern
+from optgen.lang.values import maximum, minimum, where
 
 
 @dataclass(frozen=True)
@@ -39,5 +43,47 @@ class PseudoLog(Format):
     def noise_bits(self) -> int:
         return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
 
+    # -- what is known of the error
 
-__all__ = ["PseudoLog"]
+    def stuck(self, decay: float) -> tuple[int, float, str]:
+        changed: Any = self
+        return 1 << changed.bits, 1.0, "value"  # unsigned: never a signed average's format
+
+    def keeps_zero(self) -> bool:
+        return False
+
+    @property
+    @abstractmethod
+    def highest(self) -> int:
+        """The pattern of the largest kept number that is told from larger ones."""
+
+    def number_of(self, pattern: int) -> float:
+        """Return the value whose kept number has this pattern."""
+        x = of_pattern(pattern)
+        return x * x if self.of == "sqrt" else x
+
+    def finite(self, x: Any, view: View) -> tuple[Any, Any]:
+        """Return where a block of the interval x is not finite, and x with ones there."""
+        top = view.largest(x.magnitude(), self.block)
+        lost = ~(top < math.inf)
+        return lost, x.spanning(where(lost, 1.0, x.lo), where(lost, 1.0, x.hi))
+
+    def spread(self, x: Any, lost: Any, relative: Any, least: Any) -> Any:
+        """Return the interval of what the kept numbers x may read as, off by `relative` and at most raised to `least`;
+        nothing is known where they are `lost`."""
+        low = minimum(x.lo, of_pattern(self.highest)) * (1 - relative)
+        high = maximum(x.hi * (1 + relative), least)
+        kept = x.spanning(where(lost, math.nan, low.clamp(min=0)), where(lost, math.nan, high))
+        return kept * kept if self.of == "sqrt" else kept
+
+
+BEND = 1 - 1 / math.log(2) - math.log2(math.log(2))
+"""The largest log2(1 + f) - f of a mantissa 1 + f: a pattern counts octaves to within it."""
+
+
+def tenths(octaves: float) -> float:
+    """Return a number of octaves cut to a tenth."""
+    return math.floor(10 * octaves) / 10
+
+
+__all__ = ["BEND", "PseudoLog", "tenths"]

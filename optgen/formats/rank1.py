@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
+from optgen.formats.bound import Bound
 from optgen.formats.check import A_COMPANDER, check_block, check_part, check_words
-from optgen.formats.coded import HALF, Coded
+from optgen.formats.coded import HALF, Curved
 from optgen.formats.companders import Compander, linear
-from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.format import Field, Format, Noise, Rounding, View
 from optgen.formats.scales import LARGEST, SMALLEST
 from optgen.lang.reductions import axis_max, axis_min, col_max, row_max
 from optgen.lang.spec import Matrix
@@ -24,7 +25,7 @@ SMALLEST_ROOT = 2.0**-54  # half a code of it, squared, is a normal f32
 
 
 @dataclass(frozen=True)
-class Rank1(Coded):
+class Rank1(Curved):
     """One code of b bits per element, one f32 per index of each dimension: the smallest of an element's is its scale.
 
     An index's number is the largest magnitude of the elements that have it (of a matrix, of a row or a column), so that
@@ -62,9 +63,7 @@ class Rank1(Coded):
         check_words(self, of=("value", "sqrt"), zero=("free", "half", "keep"))
         check_part(self, "compander", Compander, A_COMPANDER)
         if self.of == "sqrt" and self.signed:
-            raise UserError(
-                "E305", loc=self.loc, what='Rank1(signed=True, of="sqrt")', want="signed=False with a root"
-            )
+            raise UserError("E305", loc=self.loc, what='Rank1(signed=True, of="sqrt")', want="signed=False with a root")
 
     def __str__(self) -> str:
         what, how = self.described
@@ -167,6 +166,24 @@ class Rank1(Coded):
             # The last code is the scale itself, exactly: no second rounding makes a maximum grow.
             return (code * (1.0 / self.codes)) * scale
         return self.compander.decode(code, scale, self.codes, signed=self.signed)
+
+    # -- what is known of the error
+
+    @property
+    def below(self) -> float:
+        return 0.0 if self.compander == linear else super().below
+
+    def bound(self) -> Bound:
+        value, slack, make = self.error_of_codes()
+        if self.in_blocks:
+            scale = f"the largest |{self.what}| of the block"
+        else:
+            scale = f"the smallest of the largest |{self.what}| that each of its indices has"
+        valid = f"scale = {scale}, at least {self.lowest:.3g}"
+        return self.of_scale(value, "scale", valid, slack, make=make, low=self.lowest)
+
+    def top(self, magnitude: Any, view: View) -> Any:
+        return super().top(magnitude, view) if self.in_blocks else view.of_indices(magnitude)
 
 
 __all__ = ["SMALLEST_ROOT", "Rank1"]

@@ -40,6 +40,12 @@ def pattern_of(x: float) -> int:
     return int(pattern)
 
 
+def of_pattern(pattern: int) -> float:
+    """Return the f32 with this pattern."""
+    (value,) = struct.unpack("<f", struct.pack("<i", pattern))
+    return float(value)
+
+
 def least_scale(scale: Scale, least: float, root: bool) -> float:
     """The smallest scale of a block of which no code reads as less than `least` times the scale: a power of two, from
     which on that is normal, its square if `root`; where the scale's own is larger, or `least` is 0, that one."""

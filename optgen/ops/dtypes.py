@@ -16,12 +16,17 @@ Kind = Literal["float", "int", "uint", "bool"]
 
 @dataclass(frozen=True)
 class DType:
-    """A scalar type: its short name, its width in bits and its kind; `torch` is the attribute of torch."""
+    """A scalar type: its short name, its width in bits and its kind; `torch` is the attribute of torch.
+
+    mantissa, lowest  of a float: its stored bits, and the exponent of the smallest normal number
+    """
 
     name: str
     bits: int
     kind: Kind
     torch: str
+    mantissa: int = 0
+    lowest: int = 0
 
     @property
     def is_float(self) -> bool:
@@ -38,6 +43,16 @@ class DType:
         return self.kind == "uint" and self.bits < 8
 
     @property
+    def normal(self) -> float:
+        """The smallest normal number of a float."""
+        return 2.0**self.lowest
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number of a float."""
+        return (2 - 2.0**-self.mantissa) * 2.0 ** (1 - self.lowest)
+
+    @property
     def bytes(self) -> float:
         return self.bits / 8
 
@@ -45,10 +60,10 @@ class DType:
         return self.name
 
 
-f64 = DType("f64", 64, "float", "float64")
-f32 = DType("f32", 32, "float", "float32")
-bf16 = DType("bf16", 16, "float", "bfloat16")
-f16 = DType("f16", 16, "float", "float16")
+f64 = DType("f64", 64, "float", "float64", 52, -1022)
+f32 = DType("f32", 32, "float", "float32", 23, -126)
+bf16 = DType("bf16", 16, "float", "bfloat16", 7, -126)
+f16 = DType("f16", 16, "float", "float16", 10, -14)
 i64 = DType("i64", 64, "int", "int64")
 i32 = DType("i32", 32, "int", "int32")
 i16 = DType("i16", 16, "int", "int16")
@@ -58,6 +73,9 @@ u4 = DType("u4", 4, "uint", "uint8")
 u2 = DType("u2", 2, "uint", "uint8")
 u1 = DType("u1", 1, "uint", "uint8")
 boolean = DType("bool", 1, "bool", "bool")
+
+F32_UNIT = 2.0**-24 * (1 + 2.0**-20)
+"""Half an ulp of f32, relative; the excess covers fp64 arithmetic on the ends of an interval."""
 
 ALL = {d.name: d for d in (f64, f32, bf16, f16, i64, i32, i16, i8, u8, u4, u2, u1, boolean)}
 FROM_TORCH = {d.torch: d for d in ALL.values() if not d.packed}

@@ -21,33 +21,17 @@ import torch
 from torch import Tensor
 
 from optgen import passes
-from optgen.formats.blocked import Blocked
-from optgen.formats.codebook import Codebook
-from optgen.formats.coded import Coded
-from optgen.formats.factored import Factored
-from optgen.formats.floats import Float
-from optgen.formats.format import Format, Master
-from optgen.formats.fp8 import Fp8
-from optgen.formats.logmax import LogMax
-from optgen.formats.logminmax import LogMinMax
-from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
+from optgen.formats.format import Format
 from optgen.formats.plan import Storage
-from optgen.formats.rank1 import Rank1
-from optgen.formats.scales import LARGEST as LARGEST_SCALE
 from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec, filled
 from optgen.lang.values import equal, reader_of
 from optgen.lower import lower, matrix_of, untouched
 from optgen.ops import spaces
-from optgen.ops.dtypes import FROM_TORCH, DType
+from optgen.ops.dtypes import F32_UNIT, FROM_TORCH
 from optgen.ops.prims import REDUCTIONS
 from optgen.runtime import checkpoint, eager, layout
-from optgen.verify import bounds
-from optgen.verify.intervals import F32_UNIT, FAST_UNITS, STRICT, Interval, Model
-
-SMALLEST_NORMAL = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-14}
-MANTISSA = {"f32": 23, "bf16": 7, "f16": 10}
-LARGEST = {"f32": (2 - 2.0**-23) * 2.0**127, "bf16": (2 - 2.0**-7) * 2.0**127, "f16": 65504.0}
+from optgen.verify.intervals import STRICT, Interval, Model
 
 
 @dataclass(frozen=True)
@@ -320,225 +304,46 @@ def _root(x: Interval) -> Interval:
     return Interval(lo * (1 - 2 * F32_UNIT), hi * (1 + 2 * F32_UNIT), x.model)
 
 
-def stored(
-    fmt: Format, x: Interval, root: Interval | None = None, dims: tuple[int, ...] | None = None
-) -> Interval:
+def stored(fmt: Format, x: Interval, root: Interval | None = None, dims: tuple[int, ...] | None = None) -> Interval:
     """What decode(encode(x)) may be, for every x in the interval; blocks run along the rows of the 2-D view.
 
     dims  what the columns of a matrix x are made of; None: one dimension
     """
-    if isinstance(fmt, Float):
-        return _stored_float(fmt.dtype, bounds.one_step_bound(fmt).total, fmt.noise_bits > 0, x)
-    if isinstance(fmt, (Blocked, Codebook, Fp8)):
-        return _stored_blocked(fmt, x, root)
-    if isinstance(fmt, LogMinMax):
-        return _stored_log(fmt, x)
-    if isinstance(fmt, LogMax):
-        return _stored_grid(fmt, x)
-    if isinstance(fmt, Rank1):
-        return _stored_rank1(fmt, x, root, dims)
-    if isinstance(fmt, Factored):
-        return fmt.decode(fmt.encode(x)) if x.lo.numel() else x  # the same formulas, read on intervals
-    # A format from elsewhere: nothing is known about it.
-    return Interval(torch.full_like(x.lo, math.nan), torch.full_like(x.lo, math.nan), x.model)
-
-
-def _total(bound: bounds.Bound, model: Model) -> float:
-    """The bound with what arithmetic adds; fast maths spends more roundings on the way to a code and back."""
-    return bound.value + bound.slack * (FAST_UNITS if model.regroups else 1)
-
-
-def _stored_float(dtype: DType, relative: float, random: bool, x: Interval) -> Interval:
-    if dtype.name == "f32":
-        return x
-    # Below the normal numbers the step stays what it is at the smallest of them.
-    absolute = SMALLEST_NORMAL[dtype.name] * 2.0 ** -(MANTISSA[dtype.name] + (0 if random else 1))
-    return _saturated(x.widened(_error(relative, absolute, x)), LARGEST[dtype.name])
-
-
-def _error(relative: float, absolute: float, x: Interval) -> Tensor:
-    """|kept - x| <= relative * |x|, or `absolute` where that is more; NaN stays NaN."""
-    error: Tensor = (x.magnitude() * relative).clamp(min=absolute)
-    return torch.where(x.magnitude() == 0, 0.0, error)
-
-
-def _saturated(x: Interval, largest: float) -> Interval:
-    """Beyond the largest number a dtype has Inf."""
-    lo = torch.where(x.lo < -largest, -torch.inf, x.lo.clamp(max=largest))
-    hi = torch.where(x.hi > largest, torch.inf, x.hi.clamp(min=-largest))
-    return Interval(lo, hi, x.model)
+    return fmt.enclose(x, View(x.shape, dims), root) if x.lo.numel() else x
 
 
 def stored_weight(storage: Storage, x: Interval) -> Interval:
-    """What the weight may read as after it was kept."""
-    master, param = storage.master, storage.param
-    if param.name == "f32" or isinstance(master, Copy):
-        return x
-    relative = bounds.master_bound(master, param).total
-    if isinstance(master, Kahan):
-        relative += F32_UNIT  # weight and compensation are added again
-    kept = x.widened(_error(relative, _absolute(master, param, relative), x))
-    return _saturated(kept, LARGEST[param.name])
+    """Return the interval of what the weight may read as after it was kept."""
+    found: Interval = storage.master.enclose(x, storage.param)
+    return found
 
 
-def _absolute(master: Master, param: DType, relative: float) -> float:
-    """What a weight below the normal numbers of its dtype may be off by."""
-    normal, mantissa = SMALLEST_NORMAL[param.name], MANTISSA[param.name]
-    if isinstance(master, Native):
-        return normal * 2.0 ** -(mantissa + (0 if master.noise_bits(param) else 1))
-    if isinstance(master, Split):
-        if param.name == "bf16" and master.bits == 16:
-            return 0.0
-        return float(normal * 2.0 ** -(mantissa + master.bits + (0 if master.noise_bits(param) else 1)))
-    if isinstance(master, Kahan):
-        return normal * 2.0 ** -(mantissa + 1)
-    if isinstance(master, Ecc8):
-        return relative * normal + 2.0**-148
-    return normal * 2.0**-mantissa
+class View:
+    """The blocks and indices of tensors of one shape (`optgen.formats.format.View`).
 
+    dims  what the columns of a matrix are made of; None: one dimension
+    """
 
-class _Blocks:
-    """Tensors of one shape as (rows, blocks, size), and back."""
-
-    def __init__(self, shape: torch.Size, size: int) -> None:
-        self.shape, self.size = shape, size
+    def __init__(self, shape: torch.Size, dims: tuple[int, ...] | None = None) -> None:
+        self.shape, self.dims = shape, dims
         self.rows, self.columns = layout.grid(shape)
-        self.blocks = -(-self.columns // size)
 
-    def split(self, x: Tensor, fill: float) -> Tensor:
+    def largest(self, x: Tensor, size: int) -> Tensor:
+        return self._spread(self._split(x, size, -math.inf).amax(-1, keepdim=True), size)
+
+    def smallest(self, x: Tensor, size: int) -> Tensor:
+        return self._spread(self._split(x, size, math.inf).amin(-1, keepdim=True), size)
+
+    def of_indices(self, x: Tensor) -> Tensor:
+        columns = eager.axis_min(eager.axis_max(x.amax(-2, keepdim=True), self.dims), self.dims)
+        return torch.minimum(x.amax(-1, keepdim=True), columns)
+
+    def _split(self, x: Tensor, size: int, fill: float) -> Tensor:
         x = x.reshape(self.rows, self.columns)
-        x = torch.nn.functional.pad(x, (0, self.blocks * self.size - self.columns), value=fill)
-        return x.view(self.rows, self.blocks, self.size)
+        return torch.nn.functional.pad(x, (0, -self.columns % size), value=fill).view(self.rows, -1, size)
 
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest of each block at each of its elements; NaN wins."""
-        return self._spread(self.split(x, -math.inf).amax(-1, keepdim=True))
-
-    def smallest(self, x: Tensor) -> Tensor:
-        return self._spread(self.split(x, math.inf).amin(-1, keepdim=True))
-
-    def _spread(self, x: Tensor) -> Tensor:
-        x = x.expand(self.rows, self.blocks, self.size).reshape(self.rows, -1)
-        return x[:, : self.columns].reshape(self.shape)
-
-
-def _decoded(fmt: Coded, value: Interval, error: Tensor, root: Interval | None) -> Interval:
-    """What is read where what was divided by the scale is kept with this error."""
-    kept = Interval(value.lo - error, value.hi + error, value.model)
-    if fmt.of == "sqrt":
-        kept = Interval(kept.lo.clamp(min=0), kept.hi, value.model)
-        return kept * kept
-    return kept * root if root is not None else kept
-
-
-def _stored_blocked(fmt: Blocked | Codebook | Fp8, x: Interval, root: Interval | None) -> Interval:
-    """The error of the code times the largest scale that the block can have."""
-    if x.lo.numel() == 0:
-        return x
-    value = fmt.counted(x, root)
-    blocks = _Blocks(x.shape, fmt.block)
-    top = blocks.largest(value.magnitude())
-    scale = fmt.scale
-    low, high = scale.low if isinstance(fmt, Blocked) else fmt.low, scale.high
-    if isinstance(fmt, Fp8):
-        low, high = low * fmt.largest, min(high * fmt.largest, LARGEST["f32"])
-    decoded = top.clamp(min=low) * (1 + scale.excess) * (1 + F32_UNIT)
-    error = _total(bounds.one_step_bound(fmt), x.model) * decoded
-    if 0.0 in fmt.table if isinstance(fmt, Codebook) else fmt.signed or fmt.zero == "keep":
-        error = torch.where(top == 0, 0.0, error)
-    # Infinite or beyond what scales can follow: nothing is promised.
-    lost = ~(top <= high)
-    if scale.literal:
-        lost |= (blocks.largest(_least_magnitude(value)) < low) & (top != 0)
-    error = torch.where(lost, torch.nan, error)
-    return _decoded(fmt, value, error, root)
-
-
-def _stored_rank1(fmt: Rank1, x: Interval, root: Interval | None, dims: tuple[int, ...] | None) -> Interval:
-    """The error of the code times the largest scale that the element can have."""
-    if x.lo.numel() == 0:
-        return x
-    value = fmt.counted(x, root)
-    magnitude = value.magnitude()
-    if fmt.in_blocks:
-        top = _Blocks(x.shape, fmt.vectors).largest(magnitude)
-    else:
-        columns = eager.axis_min(eager.axis_max(magnitude.amax(-2, keepdim=True), dims), dims)
-        top = torch.minimum(magnitude.amax(-1, keepdim=True), columns)
-    error = _total(bounds.one_step_bound(fmt), x.model) * top.clamp(min=fmt.lowest) * (1 + F32_UNIT)
-    if fmt.signed or fmt.zero == "keep":
-        error = torch.where(top == 0, 0.0, error)
-    error = torch.where(top <= LARGEST_SCALE, error, torch.nan)
-    return _decoded(fmt, value, error, root)
-
-
-def _least_magnitude(x: Interval) -> Tensor:
-    return abs(x).lo
-
-
-def _stored_log(fmt: LogMinMax, x: Interval) -> Interval:
-    """The relative error for as many units as the block can span; what is far below its maximum reads as more."""
-    if x.lo.numel() == 0:
-        return x
-    value = x.reader.sqrt(x) if fmt.of == "sqrt" else x
-    blocks = _Blocks(x.shape, fmt.block)
-
-    def unit_of(t: Tensor, offset: Tensor | int) -> Tensor:
-        """The unit in which an fp32 lies, as the encoder counts them."""
-        pattern = t.float().clamp(min=0).view(torch.int32).long().clamp(fmt.lowest, fmt.highest)
-        return (pattern + offset) >> fmt.unit
-
-    lost = blocks.largest(value.magnitude()).isnan() | blocks.largest(value.magnitude()).isinf()
-    lo, hi = torch.where(lost, 1.0, value.lo), torch.where(lost, 1.0, value.hi)
-    down, up = torch.nextafter(lo.float(), torch.tensor(0.0)), torch.nextafter(hi.float(), torch.tensor(math.inf))
-    counts = range(1, fmt.most + 1)
-    # The margin of the widest block there may be; that of a narrower one is smaller, down to none.
-    spanned = unit_of(blocks.largest(up), 0) + 1 - unit_of(blocks.smallest(down), 0)
-    margins = _table([bounds.margin(fmt, k) * 2**fmt.unit for k in counts])
-    margin = margins[spanned.clamp(max=fmt.most)].ceil().long()
-    least = margin if fmt.bits == 8 else 0
-    above = unit_of(blocks.largest(up), margin) + 1
-    units = (above - unit_of(blocks.smallest(down), -margin)).clamp(1, fmt.most)
-    relative = _table([_total(bounds.one_step_bound(fmt, k), x.model) for k in counts])[units]
-    # The pattern at which the codes of the block start at the highest; what lies below is raised.
-    start = torch.maximum(unit_of(blocks.smallest(up), -least), above - fmt.most).clamp(min=fmt.lowest >> fmt.unit)
-    start = start << fmt.unit
-    raised = start + _table([bounds.lowest_reading(fmt, k) for k in counts])[units].long()
-    low = torch.minimum(lo, _of_pattern(torch.tensor(fmt.highest))) * (1 - relative)
-    high = torch.maximum(hi * (1 + relative), _of_pattern(raised))
-    low, high = torch.where(lost, torch.nan, low.clamp(min=0)), torch.where(lost, torch.nan, high)
-    kept = Interval(low, high, x.model)
-    return kept * kept if fmt.of == "sqrt" else kept
-
-
-def _stored_grid(fmt: LogMax, x: Interval) -> Interval:
-    """The relative error of a cell; what is far below its block's maximum reads as the grid's first point there."""
-    if x.lo.numel() == 0:
-        return x
-    value = x.reader.sqrt(x)
-    blocks = _Blocks(x.shape, fmt.block)
-    lost = blocks.largest(value.magnitude()).isnan() | blocks.largest(value.magnitude()).isinf()
-    lo, hi = torch.where(lost, 1.0, value.lo), torch.where(lost, 1.0, value.hi)
-    top = blocks.largest(torch.nextafter(hi.float(), torch.tensor(math.inf)).clamp(min=0))
-    largest = top.contiguous().view(torch.int32).long().clamp(fmt.lowest, fmt.highest)
-    # The grid's last point is less than a cell above the maximum, and it begins at the lowest pattern at least.
-    first = (largest - (fmt.codes - 1) * fmt.step).clamp(min=fmt.lowest)
-    relative = _total(bounds.one_step_bound(fmt), x.model)
-    low = torch.minimum(lo, _of_pattern(torch.tensor(fmt.highest))) * (1 - relative)
-    high = torch.maximum(hi * (1 + relative), _of_pattern(first) * (1 + relative))
-    low, high = torch.where(lost, torch.nan, low.clamp(min=0)), torch.where(lost, torch.nan, high)
-    kept = Interval(low, high, x.model)
-    return kept * kept
-
-
-def _table(values: Sequence[float]) -> Tensor:
-    """The values at 1, 2, ..."""
-    return torch.tensor([0.0, *values], dtype=torch.float64)
-
-
-def _of_pattern(pattern: Tensor) -> Tensor:
-    """The positive fp32 with these bits, in fp64."""
-    return pattern.to(torch.int32).view(torch.float32).double()
+    def _spread(self, x: Tensor, size: int) -> Tensor:
+        return x.expand(*x.shape[:-1], size).reshape(self.rows, -1)[:, : self.columns].reshape(self.shape)
 
 
 # -- generated code against it

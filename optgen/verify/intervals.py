@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from optgen.lang.values import clip, exp2, log2, maximum, raised, where
+from optgen.ops.dtypes import F32_UNIT, f32
 
-F32_UNIT = 2.0**-24 * (1 + 2.0**-20)  # half an ulp; the excess covers the fp64 arithmetic on the ends
 F32_TINY = 2.0**-149  # twice half the smallest subnormal step
-F32_LARGEST = float.fromhex("0x1.fffffep127")
-F32_NORMAL = 2.0**-126
+F32_LARGEST, F32_NORMAL = f32.largest, f32.normal
 
 # Errors of the decomposed functions (passes/decompose.py) in units of half an ulp, counted from their operations:
 # exp2  truncated series 2.8 (at f = -1/2), last addition 1, products before it less than 1 together
@@ -43,11 +42,12 @@ class Model:
     unit: float = F32_UNIT
     tiny: float = F32_TINY
     regroups: bool = False
+    roundings: int = 1  # half-ulp roundings that one operation of the author may become
 
 
 STRICT = Model()
 FAST_UNITS = 8
-FAST = Model(FAST_UNITS * F32_UNIT, F32_NORMAL, regroups=True)
+FAST = Model(FAST_UNITS * F32_UNIT, F32_NORMAL, regroups=True, roundings=FAST_UNITS)
 """Fast maths: one operation of the author may become up to `FAST_UNITS` half-ulp roundings of the result.
 
 The ROUNDS rules change products, quotients, roots and the order of their factors only, so errors stay
@@ -166,6 +166,20 @@ class Interval:
 
     def widened(self, radius: Tensor) -> Interval:
         return Interval(self.lo - radius, self.hi + radius, self.model)
+
+    def spanning(self, lo: Tensor, hi: Tensor) -> Interval:
+        """Return [lo, hi] under the model of this one."""
+        return Interval(lo, hi, self.model)
+
+    def unknown(self) -> Interval:
+        """Return an interval of this shape of which nothing is claimed."""
+        nothing = torch.full_like(self.lo, torch.nan)
+        return Interval(nothing, nothing, self.model)
+
+    def saturated(self, largest: float) -> Interval:
+        """Return the interval of what numbers beyond the largest of a dtype, which become infinities, may be."""
+        lo = torch.where(self.lo < -largest, -torch.inf, self.lo.clamp(max=largest))
+        return Interval(lo, torch.where(self.hi > largest, torch.inf, self.hi.clamp(min=-largest)), self.model)
 
     def _under(self, model: Model) -> Interval:
         return Interval(self.lo, self.hi, model)
@@ -427,8 +441,7 @@ class _Reader:
 
     def call(self, x: Interval, *_: float) -> Interval:
         """A function of whole matrices: every element depends on all, through products in bf16; nothing is claimed."""
-        unknown = torch.full_like(x.lo, torch.nan)
-        return Interval(unknown, unknown, x.model)
+        return x.unknown()
 
     # Dimensions stay, as on tensors; a vector is one row, whose columns are its elements.
     def row_sum(self, x: Interval) -> Interval:

@@ -27,40 +27,23 @@ L16 a rule of rows and columns without a branch for vectors refuses every model 
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from optgen.base.errors import UserError
-from optgen.formats import fp8
-from optgen.formats.blocked import Blocked
-from optgen.formats.codebook import Codebook
-from optgen.formats.factored import Factored
-from optgen.formats.floats import Float
-from optgen.formats.format import Format, Noise
-from optgen.formats.fp8 import Fp8
-from optgen.formats.logmax import LogMax
-from optgen.formats.logminmax import LogMinMax
-from optgen.formats.masters import Ecc8, Kahan, Native, Split
+from optgen.formats.format import Format, Severity, Verdict, wide_reductions
 from optgen.formats.plan import Plan, Storage
-from optgen.formats.rank1 import Rank1
-from optgen.ir import node as ir
+from optgen.formats.proofs import prove
 from optgen.lang import probe
 from optgen.lang.spec import Spec
-from optgen.lang.values import Value
 from optgen.lower import needs_matrix, untouched
-from optgen.ops import dtypes, spaces, tables
-from optgen.ops.prims import REDUCTIONS
+from optgen.ops import dtypes
 from optgen.verify import bounds
 
-Severity = Literal["error", "warning", "note"]
 AVERAGES = ("ema", "other")
 
-# What a scale or float must at least follow: gradients of large models, squared and averaged, and their spikes.
-LOW, HIGH = 2.0**-50, 2.0**63
 TYPICAL = 0.9  # a decay that is 0 by default and in use
 LATE = 1e6  # the step at which decays are taken: what the first steps do differently is forgotten
 
@@ -143,9 +126,7 @@ def vectors(spec: Spec) -> list[Finding]:
     return [Finding("L16", "note", "p", reason, " of vectors")]
 
 
-def lint(
-    recurrences: Mapping[str, Recurrence], storage: Storage, still: Collection[str] = ()
-) -> list[Finding]:
+def lint(recurrences: Mapping[str, Recurrence], storage: Storage, still: Collection[str] = ()) -> list[Finding]:
     """Everything there is to say about these states under this storage, errors first.
 
     still  states that the step leaves as they are: of those only the range counts, in which they began
@@ -162,15 +143,12 @@ def lint(
     return sorted(out, key=lambda f: order[f.severity])
 
 
-Verdict = tuple[str, Severity, str]
-
-
 def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict]:
-    if isinstance(fmt, Float) and fmt.dtype is dtypes.f32:
+    if fmt.exact:
         return []
     out = _of_format(fmt, nonneg)
     kind, decay = recurrence.kind, recurrence.decay
-    if isinstance(fmt, Factored):  # in fp32: nothing that adds up is rounded away
+    if "" not in fmt.fields():  # sums of elements, in fp32: nothing that adds up is rounded away
         if kind in ("max", "min"):
             what, back = ("maximum", "smaller") if kind == "max" else ("minimum", "larger")
             reason = f"a {what} of each element is not a {what} of means: what is kept of it can become {back} again"
@@ -194,9 +172,9 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
         out += _l2(fmt, decay)
     if kind in ("max", "min") and (decay is None or decay == 1):
         out += _l9(fmt, kind)
-    if kind == "constant" and not nearest and not isinstance(fmt, Float):
+    if kind == "constant" and not nearest and not fmt.is_float:
         out.append(("L9", "error", "it never changes, yet is rounded anew at every step and wanders off"))
-    if kind == "multiplicative" and not isinstance(fmt, Float) and not fmt.positive:
+    if kind == "multiplicative" and not fmt.is_float and not fmt.positive:
         out.append(
             ("L10", "error", "it is only ever multiplied, and the format can round it to 0, where it would stay")
         )
@@ -205,36 +183,10 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
 
 def _of_format(fmt: Format, nonneg: bool) -> list[Verdict]:
     out: list[Verdict] = []
-    if not nonneg and not _keeps_zero(fmt):
+    if not nonneg and not fmt.keeps_zero():
         out.append(("L3", "error", "the format has no exact 0: a state without gradients would drift"))
-    if isinstance(fmt, Float) and fmt.dtype is dtypes.f16:
-        out.append(("L5", "error", "f16 turns moments beyond 65504 into Inf and those under 2^-25 into 0"))
-    if isinstance(fmt, Codebook) and fmt.shrinks < 1:
-        kept, lacking = fmt.shrinks, -1 if fmt.table[-1] == 1 else 1
-        reason = (
-            f"the table has no {lacking}: a block whose largest magnitude has that sign keeps {kept:.4g} of it at each "
-            f"store, {kept**10:.2g} after ten"
-        )
-        out.append(("L12", "warning", reason))
-    if nonneg and isinstance(fmt, (Codebook, Fp8)) and not fmt.positive:
-        reason = "what is small beside the largest of its block reads as 0, and the step is divided by eps alone"
-        out.append(("L13", "warning", reason))
-    if isinstance(fmt, (Blocked, Codebook, Fp8)):
-        scale, reach = fmt.scale, fmt.largest if isinstance(fmt, Fp8) else 1.0
-        if isinstance(fmt, Blocked) and scale.name == "e8m0" and fmt.noise_bits == 0 and fmt.bits <= 5:
-            out.append(
-                ("L4", "error", f"{fmt.bits}-bit codes under power-of-two scales, to nearest, gain on every step")
-            )
-        low = (scale if isinstance(fmt, Blocked) else fmt).low * reach
-        if scale.high < HIGH or low > LOW:
-            reason = f"its scales cover {low:.2g} to {scale.high:.3g} only: blocks beyond overflow or freeze"
-            out.append(("L5", "error", reason))
-        if scale.literal:
-            reason = (
-                "its scales are rounded to nearest, and the encoder divides by other ones: they stick like codes do"
-            )
-            out.append(("L6", "error", reason))
-    wide = _wide_reductions(fmt)
+    out += fmt.findings(nonneg)
+    wide = wide_reductions(fmt)
     if wide:
         out.append(("L7", "warning", f"it needs {', '.join(wide)} before anything can be encoded: a second pass"))
     return out
@@ -249,7 +201,7 @@ def _l1(fmt: Format, decay: float) -> list[Verdict]:
 
 
 def _l2(fmt: Format, decay: float) -> list[Verdict]:
-    cell, allowed = relative_cell(fmt), (1 - decay) / 2
+    cell, allowed = fmt.cell(), (1 - decay) / 2
     if cell <= allowed:
         return []
     reason = (
@@ -285,19 +237,9 @@ def _l9(fmt: Format, kind: str) -> list[Verdict]:
 
 def _of_weight(storage: Storage) -> list[Finding]:
     master, param = storage.master, storage.param
-    if param is dtypes.f32 or master.noise_bits(param):
+    if param is dtypes.f32:
         return []
-    last = {"bf16": 8, "f16": 11}[param.name]
-    if isinstance(master, Native):
-        reason = (
-            f"late in training, when steps are smaller than 2^-{last} of a weight, a {param.name} parameter no longer "
-            "moves: it is rounded to nearest; master=Split(8) or Native('stochastic') keeps it moving"
-        )
-        return [Finding("L11", "warning", "p", reason)]
-    if isinstance(master, (Kahan, Ecc8)) or isinstance(master, Split) and master.bits == 8:
-        reason = f"steps smaller than about 2^-{last + 8} of a weight do not move it; fp32 itself stops at 2^-24"
-        return [Finding("L11", "note", "p", reason)]
-    return []
+    return [Finding(code, severity, "p", reason) for code, severity, reason in master.findings(param)]
 
 
 # -- facts about formats
@@ -312,136 +254,7 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
     """
     if decay <= 0:
         return 0, 0.0, "value"
-    if isinstance(fmt, (Blocked, Rank1)):
-        n, f, g = fmt.codes, fmt.compander.curve, fmt.compander.inverse
-        stuck = [c for c in range(1, n + 1) if n * float(f(decay * float(g(c / n)))) >= c - 0.5]
-        return len(stuck), float(g(max(stuck) / n)) if stuck else 0.0, "scale"
-    if isinstance(fmt, Float):
-        # Stuck are mantissas m / 2^s, m in [2^s, 2^(s+1)), with (1 - decay) m <= 1/2.
-        first = 1 << {"bf16": 7, "f16": 10}[fmt.dtype.name]
-        count = sum((1 - decay) * m <= 0.5 for m in range(first, 2 * first))
-        return count, float(count > 0), "value"
-    if isinstance(fmt, Codebook):
-        return _stuck_entries(fmt, decay)
-    if isinstance(fmt, Fp8):
-        return _stuck_floats(fmt, decay)
-    if isinstance(fmt, (LogMax, LogMinMax)):
-        return 1 << fmt.bits, 1.0, "value"  # unsigned: never a signed average's format
-    return _measured_stuck_set(fmt, decay)
-
-
-def _stuck_entries(fmt: Codebook, decay: float) -> tuple[int, float, str]:
-    ends = (-1.0, *tables.cell_ends(fmt.table, fmt.ties), math.inf)
-    kept = [abs(x) for i, x in enumerate(fmt.table) if x and ends[i] <= decay * x < ends[i + 1]]
-    return len(kept), max(kept, default=0.0), "scale"
-
-
-def _stuck_floats(fmt: Fp8, decay: float) -> tuple[int, float, str]:
-    # Half of a gap is rounded to the even code, which is the number's own in every second gap.
-    pairs = enumerate(itertools.pairwise(fp8.numbers(fmt.kind)), 1)
-    apart = [(2 * decay * x - (below + x), code, x / fmt.largest) for code, (below, x) in pairs]
-    kept = [x for above, code, x in apart if above > 0 or above == 0 and code % 2 == 0]
-    return len(kept), max(kept, default=0.0), "block's maximum"
-
-
-def _measured_stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
-    """For formats that this package does not know: 4097 values under a block maximum of 1, encoded for real."""
-    import torch
-
-    size = max(fmt.block, 2)
-    block = torch.zeros(4097, 1, size)
-    block[:, 0, 0] = 1.0
-    block[:, 0, 1] = torch.linspace(0, 1, 4097)
-    root = torch.ones(()) if fmt.relative else None
-    once = fmt.decode(fmt.encode(block, root=root), root=root)[:, 0, 1]
-    block[:, 0, 1] = once * decay
-    again = fmt.decode(fmt.encode(block, root=root), root=root)[:, 0, 1]
-    stuck = once[(again == once) & (once != 0)].unique()
-    return len(stuck), float(stuck.max()) if len(stuck) else 0.0, "block's maximum"
-
-
-@lru_cache(maxsize=1024)
-def relative_cell(fmt: Format) -> float:
-    """The widest cell of a nonnegative format, relative to the value: next code / code - 1."""
-    if isinstance(fmt, Float):
-        return 2.0 ** -{"f32": 23, "bf16": 7, "f16": 10}[fmt.dtype.name]
-    if isinstance(fmt, LogMinMax):
-        cell = (0.5 if fmt.of == "sqrt" else 1.0) / bounds.cells_per_unit(fmt, fmt.most)
-        return float((1 + cell) ** 2 - 1 if fmt.of == "sqrt" else cell)
-    if isinstance(fmt, LogMax):
-        return float((1 + fmt.step / 2**23) ** 2 - 1)
-    if isinstance(fmt, (Codebook, Fp8)):
-        positive = [x for x in bounds.readings(fmt) if x > 0]
-        normal = fmt.normal / fmt.largest if isinstance(fmt, Fp8) else 0.0
-        ratio = max(b / a for a, b in itertools.pairwise(positive) if a >= normal)
-        return float(ratio**2 - 1 if fmt.of == "sqrt" else ratio - 1)
-    if isinstance(fmt, (Blocked, Rank1)):
-        g = fmt.compander.inverse
-        ratio = float(g(2 / fmt.codes)) / float(g(1 / fmt.codes))
-        return float(ratio**2 - 1 if fmt.of == "sqrt" else ratio - 1)
-    return _measured_cell(fmt)
-
-
-def _measured_cell(fmt: Format) -> float:
-    """For formats that this package does not know: of 4097 values down to 2^-16 under a block maximum of 1, encoded for
-    real, and the next numbers below what they are kept as, which bisection finds; inf where that is 0 or below."""
-    import torch
-
-    fmt = fmt.of_vectors()
-    block = torch.zeros(4097, 1, max(fmt.block, 2))
-    block[:, 0, 0] = 1.0
-    root = torch.ones(()) if fmt.relative else None
-
-    def kept(patterns: torch.Tensor) -> torch.Tensor:
-        block[:, 0, 1] = patterns.view(torch.float32)
-        found: torch.Tensor = fmt.decode(fmt.encode(block, root=root), root=root)[:, 0, 1].contiguous()
-        return found
-
-    value = kept(torch.logspace(-16, 0, 4097, base=2.0).view(torch.int32))
-    low, high = torch.zeros(4097, dtype=torch.int32), value.view(torch.int32)
-    while int((high - low).max()) > 1:
-        middle = low + ((high - low) >> 1)
-        below = kept(middle) < value
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    below = kept(low)
-    return float((value / below - 1).max()) if bool((below > 0).all()) else math.inf
-
-
-@lru_cache(maxsize=1024)
-def _keeps_zero(fmt: Format) -> bool:
-    """Whether 0 next to other values comes back as 0.
-
-    Of the formats of this package by what they are: to ask them means to import torch, a second of a build.
-    """
-    if type(fmt) is Float:
-        return True
-    if type(fmt) is Codebook:
-        return 0.0 in fmt.table
-    if type(fmt) is Blocked or type(fmt) is Fp8:
-        return fmt.signed or fmt.zero == "keep"
-    return _measured_zero(fmt)
-
-
-def _measured_zero(fmt: Format) -> bool:
-    """For formats that this package does not know, and more complicated ones: 0 is encoded for real."""
-    import torch
-
-    fmt = fmt.of_vectors()
-    block = torch.zeros(1, 1, max(fmt.block, 2))
-    block[..., 0] = 1.0
-    root = torch.ones(()) if fmt.relative else None
-    return float(fmt.decode(fmt.encode(block, root=root), root=root)[0, 0, 1]) == 0.0
-
-
-@lru_cache(maxsize=1024)
-def _wide_reductions(fmt: Format) -> tuple[str, ...]:
-    """Reductions over more than a block that encoding needs."""
-    x = Value(ir.load("x", dtypes.f32, spaces.elem))
-    root = Value(ir.load("root", dtypes.f32, spaces.elem)) if fmt.relative else None
-    noise = Noise(Value(ir.load("word", dtypes.i32, spaces.elem)), 0, fmt.noise_bits) if fmt.noise_bits else None
-    parts = fmt.encode(x, noise=noise, root=root)
-    found = {n.op for n in ir.postorder([p.node for p in parts.values()]) if n.op in REDUCTIONS}
-    return tuple(sorted(found))
+    return fmt.stuck(decay)
 
 
 # -- refusing
@@ -450,8 +263,8 @@ def _wide_reductions(fmt: Format) -> tuple[str, ...]:
 def prove_companders(storage: Storage) -> None:
     """Raises UserError for a compander that is wrong, or that cannot be shown to be right."""
     for fmt in storage.states.values():
-        if isinstance(fmt, (Blocked, Rank1)):
-            bounds.prove(fmt.compander)
+        if fmt.compander is not None:
+            prove(fmt.compander)
 
 
 def check(

@@ -1,5 +1,5 @@
 from optgen.formats import Compander
-from optgen.verify.bounds import prove
+from optgen.formats.proofs import prove
 
 halved = Compander("halved", lambda x: x * x, lambda y: y / 2)
 

@@ -1,5 +1,5 @@
 from optgen.formats import Compander
-from optgen.verify.bounds import prove
+from optgen.formats.proofs import prove
 
 bent = Compander("bent", lambda n: None, lambda y: y)
 
