@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,36 @@ def test_the_plan_of_ones_own_is_one_that_the_lint_lets_pass() -> None:
     exec(text, known)
     verdict = judge.judge(find_spec("adan"), known["mine"])
     assert [f for f in verdict.findings if f.severity == "error"] == []
+
+
+STUB = ROOT / "optgen/optim/__init__.pyi"
+
+
+def test_type_checkers_and_editors_know_the_ready_made_optimizers() -> None:
+    tree = ast.parse(STUB.read_text(encoding="utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert list(classes) == sorted(optgen.optim.__all__)
+    for cls in (AdamW, optgen.optim.AdamMini):
+        (init,) = (node for node in classes[cls.__name__].body if isinstance(node, ast.FunctionDef))
+        names = [a.arg for a in (*init.args.args, *init.args.kwonlyargs)]
+        assert names == list(inspect.signature(cls.__init__).parameters)
+
+
+def test_a_wrong_argument_is_an_error_to_mypy(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    file = tmp_path / "train.py"
+    file.write_text(
+        "from optgen.optim import AdamW, Lion\n"
+        "AdamW([], lr=1e-3, betas=(0.9, 0.95), plan='int8', capturable=True)\n"
+        "AdamW([], foo=3)\n"
+        "Lion([], amsgrad=True)\n"
+        "AdamW([], amsgrad='yes')\n"
+    )
+    # torch is not followed: reading it takes most of a minute.
+    options = ["--follow-imports=skip", "--config-file=", f"--cache-dir={tmp_path}", "--no-error-summary"]
+    out, _, _ = api.run([*options, str(file), str(STUB)])
+    found = [line.partition(": error: ")[2] for line in out.splitlines() if ": error: " in line]
+    assert [line.split('"')[1] for line in found] == ["foo", "amsgrad", "amsgrad"], out
 
 
 @pytest.mark.parametrize(("asked", "meant"), [("adamw", "AdamW"), ("Came", "CAME"), ("AdamW8bit", "AdamW")])

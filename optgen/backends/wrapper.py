@@ -96,6 +96,18 @@ class ClassRow:
         return out + [f"{f.name}={f.default}" for f in self.flags if not f.derived]
 
     @property
+    def typed(self) -> list[str]:
+        """The signature as a stub states it."""
+        kinds = ["Sequence[float | Tensor]" if isinstance(h.default, tuple) else "float | Tensor" for h in self.hypers]
+        kinds += ["bool"] * (len(self.signature) - len(kinds))
+        pairs = (argument.split("=", 1) for argument in self.signature)
+        return [f"{name}: {kind} = {default}" for (name, default), kind in zip(pairs, kinds, strict=True)]
+
+    @property
+    def summary(self) -> str:
+        return self.doc.strip().partition("\n")[0]
+
+    @property
     def arguments(self) -> list[str]:
         """A line for each argument of the rule's own: its name, and what it may be."""
         rows: list[HyperRow | FlagRow] = [*self.hypers, *(f for f in self.flags if not f.derived)]

@@ -32,6 +32,8 @@ from optgen.lang.spec import Spec
 
 MANIFEST = "MANIFEST.json"
 INIT = "__init__.py"
+STUB = "../optgen/optim/__init__.pyi"
+"""The types of the ready-made classes, from their generated folder: it belongs to the build of this repository."""
 PROCESSES = 2  # more would not help: half of the time is one process' start and the specs it reads
 MANY_JOBS = 4
 
@@ -201,6 +203,8 @@ def build(request: Request, track: Track | None = None) -> Outcome:
             sources[f"{u.spec.name}/{plan.name}"] = _own([u.spec.loc.file, plan.loc.file], out, project)
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs, sources)
     files[MANIFEST] = new.text()
+    if ready.is_checkout() and out.resolve() == ready.generated_dir() and not request.partial:
+        files[STUB] = emit.emit_stub(u.spec for u in units)
     outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
     outcome.classes = sorted(u.spec.class_name for u in units)
     _compare(out, files, stale, outcome)
@@ -503,7 +507,7 @@ def _compare(out: Path, files: Mapping[str, str], stale: Sequence[str], outcome:
 def _refuse_edited(out: Path, files: Mapping[str, str], stale: Sequence[str], manifest: Manifest) -> None:
     """Refuses where a file that would change is not as an earlier build left it."""
     edited = []
-    for name in sorted({*files, *stale} - {MANIFEST}):
+    for name in sorted({*files, *stale} - {MANIFEST, STUB}):
         old = _read(out / name)
         if old is None or old == files.get(name) or not old.strip():
             continue
@@ -519,7 +523,11 @@ def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
     if outcome.clean:
         return
     try:
-        swap.replace_files(out, {name: files[name] for name in outcome.written}, outcome.removed, MANIFEST)
+        written = {name: files[name] for name in outcome.written}
+        stub = written.pop(STUB, None)
+        swap.replace_files(out, written, outcome.removed, MANIFEST)
+        if stub is not None:
+            (out / STUB).write_text(stub, encoding="utf-8", newline="\n")
         _drop_empty(out, outcome.removed)
     except OSError as error:
         place = error.filename2 or error.filename or out

@@ -538,4 +538,10 @@ def emit_class(spec: Spec, plans: tuple[str, ...]) -> str:
     return wrapper.render("optim.py.j2", c=row, doc=doc)
 
 
+def emit_stub(specs: Iterable[Spec]) -> str:
+    """Return the text of optgen/optim/__init__.pyi: the classes of these specs with their constructors' types."""
+    rows = sorted((class_row(spec, ("fp32",)) for spec in specs), key=lambda row: row.name)
+    return wrapper.render("optim.pyi.j2", classes=rows)
+
+
 VERSION = optgen.__version__
