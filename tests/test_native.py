@@ -1065,7 +1065,7 @@ def test_a_hyper_parameter_out_of_range_changes_nothing() -> None:
     before = everything(opt)
     for _ in range(2):
         opt.param_groups[0]["lr"] = -1.0
-        with pytest.raises(ValueError, match=r"lr must be >= 0, but its group has -1.0"):
+        with pytest.raises(ValueError, match=r"lr must be >= 0, got -1.0"):
             opt.step()
         opt.param_groups[0]["lr"] = 0.1
         assert everything(opt) == before

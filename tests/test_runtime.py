@@ -1318,7 +1318,7 @@ def test_a_rate_that_rounding_puts_below_zero_is_zero(lr: float, end: int) -> No
     with pytest.raises(ValueError, match=r"AdamW: lr must be >= 0, got -1e-11"):
         AdamW([p], lr=-1e-11)
     opt.param_groups[0]["lr"] = -1e-11
-    with pytest.raises(ValueError, match=r"lr must be >= 0, but its group has -1e-11"):
+    with pytest.raises(ValueError, match=r"lr must be >= 0, got -1e-11"):
         opt.step()
 
 
@@ -1329,7 +1329,23 @@ def test_a_hyper_parameter_set_out_of_range_stops_the_step_before_anything_chang
     opt.step()
     before = snapshot(opt)
     opt.param_groups[0]["lr"] = -1e-3
-    with pytest.raises(ValueError, match=r"lr must be >= 0, but its group has -0.001"):
+    with pytest.raises(ValueError, match=r"^AdamW: group 0: lr must be >= 0, got -0.001$"):
         opt.step()
     opt.param_groups[0]["lr"] = 1e-2
     assert snapshot(opt) == before
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("lr", -1.0, "lr must be >= 0, got -1.0"), ("betas", 0.9, "betas must be 2 numbers, got 0.9")],
+)
+def test_a_number_out_of_range_is_refused_with_its_group(released: bool, name: str, value: object, said: str) -> None:
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    opt = AdamW([{"params": [p]}, {"params": [q]}], plan="fp32")
+    if released:
+        opt.release_gradients()
+    opt.param_groups[1][name] = value
+    with pytest.raises((TypeError, ValueError), match=f"^AdamW: group 1: {said}$"):  # noqa: PT012
+        (p.sum() + q.sum()).backward()
+        opt.step()

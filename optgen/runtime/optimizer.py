@@ -176,6 +176,8 @@ class Optimizer(torch.optim.Optimizer):
     _warned_of_stack = False
     _all_given = True
     """Whether the constructor has all groups: it looks for shared memory once, not for every group of many."""
+    _first_group = 0
+    """The number of its first group among those of the user's optimizer, of which it may be a part."""
 
     def __init__(
         self,
@@ -591,11 +593,22 @@ class Optimizer(torch.optim.Optimizer):
         """The step proper; torch.compile leaves it as it is (one graph break)."""
         try:
             self._step_once()
-        except BaseException:
+        except BaseException as error:
             # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
+            if isinstance(error, (TypeError, ValueError)) and not control.capturing():
+                self._refuse_numbers()
             raise
+
+    def _refuse_numbers(self) -> None:
+        """TypeError or ValueError for a hyper-parameter that was set to what its constructor refuses."""
+        for number, group in enumerate(self.param_groups, self._first_group):
+            for hyper in self.HYPERS:
+                try:
+                    hyper.read(group.get(hyper.name, hyper.default))
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"{type(self).__name__}: group {number}: {error}") from None
 
     def _step_once(self) -> None:
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None

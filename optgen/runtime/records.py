@@ -95,9 +95,9 @@ class Hyper:
         if isinstance(value, torch.Tensor) and value.ndim == 1:
             value = value.unbind()
         if not isinstance(value, Sequence) or isinstance(value, str):
-            raise TypeError(f"{self.name} must be {len(self.default)} numbers, but its group has {value!r}")
+            raise TypeError(f"{self.name} must be {len(self.default)} numbers, got {value!r}")
         if len(value) != len(self.default):
-            raise ValueError(f"{self.name} must be {len(self.default)} numbers, but its group has {value!r}")
+            raise ValueError(f"{self.name} must be {len(self.default)} numbers, got {value!r}")
         return value
 
     def _read_one_on(self, value: object, device: torch.device) -> Scalar:
@@ -117,7 +117,7 @@ class Hyper:
             return number
         if self._is_almost_zero(number):
             return 0.0
-        raise ValueError(f"{self.name} must be {self.range or 'a number'}, but its group has {number!r}")
+        raise ValueError(f"{self.name} must be {self.range or 'a number'}, got {number!r}")
 
     def _is_almost_zero(self, number: float) -> bool:
         """Whether it is a 0 that rounding has put below a range that begins there, as LinearLR(end_factor=0) does."""

@@ -59,6 +59,7 @@ class One:
         self.p, self.number, self.place, self.name = p, number, place, name
         self.group: dict[str, Any] = {}
         self.stepper = alone.part(optimizer, [self.group])
+        self.stepper._first_group = number
         self.stepper._offload.expect(p)
         known = optimizer._dtypes.get(id(p))
         if known is not None:
