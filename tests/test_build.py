@@ -748,7 +748,7 @@ def test_kernels_are_compiled_for_all_whole_numbers_at_once() -> None:
 # -- compiling in memory
 
 
-def test_compile_in_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_in_memory(project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     import torch
 
     import optgen
@@ -756,8 +756,10 @@ def test_compile_in_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(project / "cache"))
     compiling.cache_folder.cache_clear()
-    cls = optgen.compile("specs/first.py", plan="int8_split24")
-    assert cls is optgen.compile("specs/first.py", plan="int8_split24")
+    with caplog.at_level("INFO", logger="optgen"):
+        cls = optgen.compile("specs/first.py", plan="int8_split24")
+        assert cls is optgen.compile("specs/first.py", plan="int8_split24")
+    assert [r.getMessage() for r in caplog.records] == ["generating First under plan int8_split24"]
     assert cls.PLANS == ("int8_split24",)
     source = importlib.import_module(f"{cls.__module__}.int8_split24.reference").__file__
     assert source is not None

@@ -7,9 +7,11 @@ import ctypes
 import errno
 import gc
 import io
+import logging
 import mmap
 import os
 import pickle
+import re
 import shlex
 import shutil
 import signal
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 from optgen.runtime import Field, Flag, Hyper, Optimizer, Variant, arena, cpu, launch, native, plans, replay
 from optgen.runtime.arena import Arena
 from optgen.runtime.bucket import Bucket
+from optgen.runtime.warn import tell
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -635,6 +638,30 @@ def test_a_folder_of_somebody_else(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "momentum-float32" in done
 
 
+def test_what_is_compiled_is_told_before(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    with caplog.at_level(logging.INFO, logger="optgen"):
+        same_as_eager()
+        forget()
+        same_as_eager()  # from the folder: nothing is compiled
+    (said,) = {r.getMessage() for r in caplog.records if r.name == "optgen"}
+    assert re.fullmatch(rf"compiling \d C\+\+ kernels?, kept in {folder}", said)
+
+
+def test_it_is_told_on_a_terminal_unless_the_log_is_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell("compiling")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    tell("compiling")
+    assert capsys.readouterr().err == "optgen: compiling\n"
+    monkeypatch.setattr(logging.getLogger("optgen"), "level", logging.WARNING)
+    tell("compiling")
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
 @pytest.mark.parametrize("call", ["mkstemp", "write", "fsync", "replace"])
 def test_a_folder_that_takes_no_files(
@@ -653,7 +680,7 @@ def test_a_folder_that_takes_no_files(
     monkeypatch.setattr(place, call, fails)
     with pytest.warns(UserWarning, match=f"takes no files \\({os.strerror(code)}\\)") as caught:
         same_as_eager()
-    assert len(caught) == 1
+    assert [w.filename for w in caught] == [__file__]
     monkeypatch.undo()
     assert not list(folder.iterdir())
 

@@ -41,7 +41,7 @@ def compile_ahead(jobs: Sequence[native.Job], track: Callable[[Iterable[object],
 
     def batches() -> Iterator[object]:
         for k in range(0, len(jobs), AT_ONCE):
-            yield from native.load(jobs[k : k + AT_ONCE])
+            yield from native.load(jobs[k : k + AT_ONCE], quiet=True)
 
     for made in track(batches(), len(jobs)):
         if isinstance(made, native.Unavailable):

@@ -25,6 +25,7 @@ from optgen.driver.project import MATHS
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 from optgen.runtime import plans as runtime_plans
+from optgen.runtime.warn import tell
 
 PACKAGE = "_optgen_compiled"
 DEFAULT_PLAN = "int8_split24"
@@ -65,6 +66,7 @@ def compile(
 def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any]:
     spec.check()
     judge.judge(spec, plan)
+    tell(f"generating {spec.class_name} under plan {plan.name}")
     files = {"__init__.py": emit.emit_class(spec, (plan.name,))}
     files |= {f"{plan.name}/{name}": text for name, text in emit.emit_plan(spec, plan, maths=maths).items()}
     module = _import(spec.name, files)

@@ -41,7 +41,7 @@ from optgen.runtime import (
 )
 from optgen.runtime.bucket import Backend, Bucket
 from optgen.runtime.records import Variant
-from optgen.runtime.warn import warn
+from optgen.runtime.warn import tell, warn
 from optgen.runtime.workspace import Workspace, matrices
 
 TILES = 4
@@ -594,6 +594,7 @@ def _grad(bucket: Bucket) -> Any:
 def load(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> None:
     """Compiles what a bucket's step launches, before any bucket is stepped: what a compiler or a device refuses is
     refused while all is as it was."""
+    _tell_compiling(bucket.plan)
     starter(bucket, tables).load(scalars, step_key)
 
 
@@ -615,6 +616,12 @@ def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Co
 
     yield from staged.drive(bucket, plan.room, scalars, kernels)
     torch.autograd.graph.increment_version(bucket.params)
+
+
+@functools.cache
+def _tell_compiling(plan: ModuleType) -> None:
+    name = plan.__name__.rpartition(".")[2]
+    tell(f"loading the Triton kernels of plan {name}; those new to this machine are compiled, which takes seconds")
 
 
 @functools.cache

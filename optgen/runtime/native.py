@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from optgen.runtime.warn import warn
+from optgen.runtime.warn import tell, warn
 
 ABI = 2
 """Number of the agreement between kernels and the runtime: the exported functions and the table's columns."""
@@ -414,13 +414,17 @@ def _stamp(job: Job, by: Compiler, isa: Isa) -> bytes:
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
+_untaken: list[str] = []
+"""Why the folder took no library, to be warned of."""
+
 _lock = threading.Lock()
 _known: dict[tuple[Job, Compiler, Isa], ctypes.CDLL | Unavailable] = {}
 
 
-def load(jobs: Sequence[Job]) -> list[ctypes.CDLL | Unavailable]:
+def load(jobs: Sequence[Job], *, quiet: bool = False) -> list[ctypes.CDLL | Unavailable]:
     """The libraries of the jobs, in their order; in the place of one that cannot be had, why.
 
+    quiet   do not tell what is compiled
     What is not in the cache folder is compiled, several at a time.  Answers are kept, failures too.
     """
     by, best = compiler(), isa()
@@ -428,12 +432,20 @@ def load(jobs: Sequence[Job]) -> list[ctypes.CDLL | Unavailable]:
         return [Unavailable(no_compiler())] * len(jobs)
     keys = [(job, by, best) for job in jobs]
     new = list(dict.fromkeys(key for key in keys if key not in _known))
+    folder = _usable_folder() if new else None
+    stamps = [_stamp(*key) for key in new]
+    names = [f"{key[0].name}-{best.name}-{stamp.hex()[:32]}.so" for key, stamp in zip(new, stamps, strict=True)]
+    paths = [None if folder is None else folder / name for name in names]
+    missing = sum(path is None or not os.path.exists(path) for path in paths)
+    if missing and not quiet:
+        where = "" if folder is None else f", kept in {folder}"
+        tell(f"compiling {missing} C++ {'kernel' if missing == 1 else 'kernels'}{where}")
     if len(new) == 1:
-        _known[new[0]] = _obtain(*new[0])
+        _known[new[0]] = _obtain(new[0], stamps[0], paths[0])
     elif new:
         with ThreadPoolExecutor(min(len(new), os.cpu_count() or 1)) as pool:
             try:
-                made = list(pool.map(lambda key: _obtain(*key), new))
+                made = list(pool.map(_obtain, new, stamps, paths))
             except BaseException:  # interrupted: do not wait for compilers
                 pool.shutdown(wait=False, cancel_futures=True)
                 for group in list(_running):
@@ -441,14 +453,14 @@ def load(jobs: Sequence[Job]) -> list[ctypes.CDLL | Unavailable]:
                 raise
         with _lock:
             _known.update(zip(new, made, strict=True))
+    while _untaken:  # a thread of the pool has no line of the user's to point at
+        _warn_cache(_untaken.pop())
     return [_known[key] for key in keys]
 
 
-def _obtain(job: Job, by: Compiler, isa: Isa) -> ctypes.CDLL | Unavailable:
+def _obtain(key: tuple[Job, Compiler, Isa], stamp: bytes, path: Path | None) -> ctypes.CDLL | Unavailable:
+    job, by, isa = key
     share_openmp()
-    stamp = _stamp(job, by, isa)
-    folder = _usable_folder()
-    path = folder / f"{job.name}-{isa.name}-{stamp.hex()[:32]}.so" if folder else None
     try:
         library = _cached(job, path, stamp)
         if library is None and path is None:
@@ -491,7 +503,7 @@ def _build(job: Job, by: Compiler, isa: Isa, stamp: bytes, path: Path | None) ->
             try:
                 _publish(made[0], path, stamp)
             except OSError as error:
-                _warn_cache(f"{path.parent} takes no files ({error.strerror or error})")
+                _untaken.append(f"{path.parent} takes no files ({error.strerror or error})")
     return library  # mapped: it outlives its file
 
 

@@ -1,7 +1,8 @@
-"""Warnings that point at the line of the user's that led to them."""
+"""Warnings that point at the line of the user's that led to them, and word of what takes seconds."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from types import FrameType
@@ -20,6 +21,16 @@ def warn(text: str, owner: type = object) -> None:
     while frame.f_back is not None and _passed(frame, generated):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def tell(text: str) -> None:
+    """Log to `optgen` at INFO what is begun and takes seconds; print it where nobody has set up logging and stderr is
+    a terminal."""
+    log = logging.getLogger("optgen")
+    if log.isEnabledFor(logging.INFO):
+        log.info(text)
+    elif log.level == logging.NOTSET and sys.stderr is not None and sys.stderr.isatty():
+        print(f"optgen: {text}", file=sys.stderr, flush=True)
 
 
 def _passed(frame: FrameType, generated: set[str]) -> bool:
