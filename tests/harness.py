@@ -71,7 +71,7 @@ def only(s: Schedule | Step) -> Schedule:
 
 def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str, str]:
     """What `Pair` runs, printed: the reference, the Triton kernel, the host's scalars of both."""
-    names = "Blocks, block_max, block_min, choose, lookup, quotient, rotl, scalars, search, sqrt"
+    names = "Blocks, block_max, block_min, choose, larger, lookup, quotient, rotl, scalars, search, smaller, sqrt"
     text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
     lines = [*reference.tables([s]), *reference.step_function(Step.of(s), "f")]
     rendered = wrapper.render(

@@ -3,7 +3,8 @@
 A kernel of a few hundred elements spends nearly all its time in the interpreter's bookkeeping: the type of each result
 is built anew, its shape is wrapped and unwrapped, and every integer sum is done twice more for an overflow check whose
 result is dropped (`device_assert` does nothing outside of debug mode).  None of that decides a bit of what a kernel
-stores; tests/test_interpreter.py holds the quick interpreter to the plain one.
+stores; tests/test_interpreter.py holds the quick interpreter to the plain one.  One thing does: of two zeros the plain
+one's minimum and maximum are the second, a device's the one that is smaller or larger by its sign.
 
 `quicken()` is called by a process that interprets, before its first kernel.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 Change = tuple[Any, str, Any]
 """An object, the name of an attribute, and what it is to be."""
@@ -29,7 +32,20 @@ def changes() -> list[Change]:
         (interpreter, "_patch_lang", _patch_once()),
         (interpreter, "_patch_attr", _plain_member),
         (builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug)),
+        (builder, "create_minimumf", lambda a, b: builder.binary_op(a, b, _ordered(np.minimum, np.bitwise_or))),
+        (builder, "create_maximumf", lambda a, b: builder.binary_op(a, b, _ordered(np.maximum, np.bitwise_and))),
     ]
+
+
+def _ordered(limit: Callable[[Any, Any], Any], of_bits: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """NumPy's minimum or maximum with -0 below +0, as min.NaN.f32 has it; NumPy gives the second of two zeros."""
+
+    def limited(a: Any, b: Any) -> Any:
+        bits = np.dtype(f"i{a.dtype.itemsize}")
+        zeros = of_bits(a.view(bits), b.view(bits)).view(a.dtype)
+        return np.where(a == b, zeros, limit(a, b))
+
+    return limited
 
 
 _originals: list[Change] = []

@@ -56,12 +56,12 @@ RESERVED = frozenset(
     "default delete do double dynamic_cast elements_of_tile else end enum explicit export extend16 extern F false "
     "fetch first float float16 float32 floor fma gather for friend goto Grad halves halves_of_lanes I i I16 if "
     "INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t iota joined k lane Larger larger largest "
-    "live load long lookup low16 lshr M mask max memcpy memset min mutable namespace NAN narrow narrow_half new "
-    "noexcept not not_eq no_codes pack NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL OPTGEN_L1 "
-    "optgen_layout OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step or or_eq private protected public "
-    "RAGGED ramp raw read_row register reinterpret_cast requires return rint rotl run SCALARS scalars search short "
-    "sign signed sizeof Smaller smaller smallest spread sqrt staged static static_assert static_cast step_key store "
-    "store_byte store_half stream_key struct switch template Tensor this thread_local throw TILE tile tile_of "
+    "live load long lookup low16 lshr M mask max maximum memcpy memset min minimum mutable namespace NAN narrow "
+    "narrow_half new noexcept not not_eq no_codes pack NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL "
+    "OPTGEN_L1 optgen_layout OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step or or_eq private protected "
+    "public RAGGED ramp raw read_row register reinterpret_cast requires return rint rotl run SCALARS scalars search "
+    "short sign signed sizeof Smaller smaller smallest spread sqrt staged static static_assert static_cast step_key "
+    "store store_byte store_half stream_key struct switch template Tensor this thread_local throw TILE tile tile_of "
     "to_float to_int true try typedef typeid typename U16 U8 unpack uint16_t uint8_t union unsigned using V4d V4f V4i "
     "V4u virtual void volatile W walk wchar_t where while widen widen_half widened width xor xor_eq".split()
 )
@@ -176,7 +176,9 @@ def _limit(name: str) -> Spelling:
         # A constant stands first: where the two are equal, zeros of either sign or a NaN, the second one is kept.
         args = sorted(n.args, key=lambda a: a.op != "const")
         texts = [f"{type_of(a.dtype)}({p.text(a)})" if a.op == "const" else p.text(a) for a in args]
-        return f"{name}({', '.join(texts)})", ATOM
+        assert isinstance(p, CppPrinter)
+        exact = n.dtype.is_float and p.phases.program.maths == "strict"
+        return f"{f'{name}imum' if exact else name}({', '.join(texts)})", ATOM
 
     return spell
 

@@ -9,7 +9,7 @@ from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, n
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program, Schedule, Step, Store
 from optgen.ops import spaces
-from optgen.ops.dtypes import i32
+from optgen.ops.dtypes import f32, i32
 from optgen.ops.prims import GATHERS
 from optgen.ops.spaces import Space
 
@@ -18,13 +18,20 @@ def _const(p: Printer, n: Node) -> Text:
     return number(n), ATOM if n.attr >= 0 or isinstance(n.attr, bool) else 30
 
 
+def _of_zeros(n: Node) -> bool:
+    """Return True for a minimum or maximum that two zeros of either sign may meet in."""
+    return n.op in ("max", "min") and n.dtype is f32 and not any(a.op == "const" and a.attr != 0 for a in n.args)
+
+
 def _limit(low: str) -> Spelling:
-    """min and max: clamp where a side is a constant (it keeps NaN), else minimum / maximum."""
+    """min and max: clamp where a side is a constant (it keeps NaN), else minimum / maximum; of zeros, `larger`."""
 
     def spell(p: Printer, n: Node) -> Text:
         x, y = n.args
         if x.op == "const":
             x, y = y, x
+        if _of_zeros(n):
+            return p.call("larger" if low == "max" else "smaller", x, y)
         if y.op == "const":
             side = "min" if low == "max" else "max"
             return f"{p.text(x, ATOM)}.clamp({side}={number(y)})", ATOM
@@ -347,6 +354,8 @@ def needs(schedules: list[Schedule]) -> list[str]:
                 names.add(n.op)
             if _of_numbers(n):
                 names.add("choose")
+            if _of_zeros(n):
+                names.add("larger" if n.op == "max" else "smaller")
             if n.op == "div" and "const" in (a.op for a in n.args):
                 names.add("quotient")
     return sorted(names)

@@ -18,8 +18,8 @@ from optgen.runtime import sums
 from optgen.runtime.matrices import newton_schulz
 
 __all__ = [
-    "Blocks", "axis_max", "axis_min", "block_max", "block_min", "choose", "few_max", "few_sum", "lookup",
-    "newton_schulz", "put", "quotient", "rotl", "rows_and_columns", "scalars", "search", "sqrt",
+    "Blocks", "axis_max", "axis_min", "block_max", "block_min", "choose", "few_max", "few_sum", "larger", "lookup",
+    "newton_schulz", "put", "quotient", "rotl", "rows_and_columns", "scalars", "search", "smaller", "sqrt",
 ]  # fmt: skip
 
 
@@ -248,6 +248,23 @@ def quotient(x: Tensor | float, y: Tensor | float) -> Tensor:
         return (x if isinstance(x, Tensor) else torch.full_like(y, x)) / y
     assert isinstance(x, Tensor)
     return x / torch.full((), y, dtype=x.dtype, device=x.device)
+
+
+def larger(x: Tensor, y: Tensor | float) -> Tensor:
+    """The larger of two fp32 values, NaN if either is, +0 of two zeros of either sign: as GPUs have it.
+
+    torch's own gives one zero or the other, by the place of an element in its tensor.
+    """
+    y = y if isinstance(y, Tensor) else torch.full_like(x, y)
+    both = (x.view(torch.int32) & y.view(torch.int32)).view(torch.float32)
+    return torch.where(x == y, both, torch.maximum(x, y))
+
+
+def smaller(x: Tensor, y: Tensor | float) -> Tensor:
+    """The smaller of two fp32 values, NaN if either is, -0 of two zeros of either sign."""
+    y = y if isinstance(y, Tensor) else torch.full_like(x, y)
+    either = (x.view(torch.int32) | y.view(torch.int32)).view(torch.float32)
+    return torch.where(x == y, either, torch.minimum(x, y))
 
 
 def sqrt(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, few_sum, put, quotient, scalars, sqrt
+from optgen.runtime.eager import Blocks, few_sum, larger, put, quotient, scalars, sqrt
 
 
 def adafactor_float32(
@@ -74,7 +74,7 @@ def adafactor_float32(
     tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_tensor = alpha
 
@@ -82,7 +82,7 @@ def adafactor_float32(
     # -- load and decode
     mat_sum_of_row_var = mat_sum_of_row_var_tensor
     # -- encode and store
-    mat_sum_of_row_var_over_rows_max_eps1_tensor = torch.maximum(mat_sum_of_row_var / b.extent("rows"), eps1)
+    mat_sum_of_row_var_over_rows_max_eps1_tensor = larger(mat_sum_of_row_var / b.extent("rows"), eps1)
 
     # == row: values of rows
     # -- load and decode
@@ -98,9 +98,10 @@ def adafactor_float32(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
     # -- encode and store
     row_sum_of_update_tensor = b.row_sum(update * update)
 
@@ -126,11 +127,13 @@ def adafactor_float32(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
-    estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     b.store(p_tensor, p)
 
@@ -190,7 +193,7 @@ def adafactor_bfloat16(
     tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_tensor = alpha
 
@@ -198,7 +201,7 @@ def adafactor_bfloat16(
     # -- load and decode
     mat_sum_of_row_var = mat_sum_of_row_var_tensor
     # -- encode and store
-    mat_sum_of_row_var_over_rows_max_eps1_tensor = torch.maximum(mat_sum_of_row_var / b.extent("rows"), eps1)
+    mat_sum_of_row_var_over_rows_max_eps1_tensor = larger(mat_sum_of_row_var / b.extent("rows"), eps1)
 
     # == row: values of rows
     # -- load and decode
@@ -214,9 +217,10 @@ def adafactor_bfloat16(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
     # -- encode and store
     row_sum_of_update_tensor = b.row_sum(update * update)
 
@@ -243,11 +247,13 @@ def adafactor_bfloat16(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
-    estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -309,7 +315,7 @@ def adafactor_float16(
     tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_tensor = alpha
 
@@ -317,7 +323,7 @@ def adafactor_float16(
     # -- load and decode
     mat_sum_of_row_var = mat_sum_of_row_var_tensor
     # -- encode and store
-    mat_sum_of_row_var_over_rows_max_eps1_tensor = torch.maximum(mat_sum_of_row_var / b.extent("rows"), eps1)
+    mat_sum_of_row_var_over_rows_max_eps1_tensor = larger(mat_sum_of_row_var / b.extent("rows"), eps1)
 
     # == row: values of rows
     # -- load and decode
@@ -333,9 +339,10 @@ def adafactor_float16(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
     # -- encode and store
     row_sum_of_update_tensor = b.row_sum(update * update)
 
@@ -362,11 +369,13 @@ def adafactor_float16(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
-    estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))
 
@@ -396,7 +405,7 @@ def adafactor_float32_no_factored(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -407,7 +416,7 @@ def adafactor_float32_no_factored(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -419,12 +428,13 @@ def adafactor_float32_no_factored(
     g = grad_scale * g
     variance = b.elements(variance_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     b.store(p_tensor, p)
     b.store(variance_tensor, variance)
@@ -456,7 +466,7 @@ def adafactor_bfloat16_no_factored(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -467,7 +477,7 @@ def adafactor_bfloat16_no_factored(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -480,12 +490,13 @@ def adafactor_bfloat16_no_factored(
     g = grad_scale * g_stored.to(torch.float32)
     variance = b.elements(variance_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -519,7 +530,7 @@ def adafactor_float16_no_factored(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -530,7 +541,7 @@ def adafactor_float16_no_factored(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -543,12 +554,13 @@ def adafactor_float16_no_factored(
     g = grad_scale * g_stored.to(torch.float32)
     variance = b.elements(variance_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))
     b.store(variance_tensor, variance)

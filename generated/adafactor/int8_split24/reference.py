@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, put, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, larger, put, quotient, rotl, scalars, sqrt
 
 
 def adafactor_float32(
@@ -74,7 +74,7 @@ def adafactor_float32(
     tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_tensor = alpha
 
@@ -82,7 +82,7 @@ def adafactor_float32(
     # -- load and decode
     mat_sum_of_row_var = mat_sum_of_row_var_tensor
     # -- encode and store
-    mat_sum_of_row_var_over_rows_max_eps1_tensor = torch.maximum(mat_sum_of_row_var / b.extent("rows"), eps1)
+    mat_sum_of_row_var_over_rows_max_eps1_tensor = larger(mat_sum_of_row_var / b.extent("rows"), eps1)
 
     # == row: values of rows
     # -- load and decode
@@ -98,9 +98,10 @@ def adafactor_float32(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
     # -- encode and store
     row_sum_of_update_tensor = b.row_sum(update * update)
 
@@ -126,11 +127,13 @@ def adafactor_float32(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
-    estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     b.store(p_tensor, p)
 
@@ -193,7 +196,7 @@ def adafactor_bfloat16(
     tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_tensor = alpha
 
@@ -201,7 +204,7 @@ def adafactor_bfloat16(
     # -- load and decode
     mat_sum_of_row_var = mat_sum_of_row_var_tensor
     # -- encode and store
-    mat_sum_of_row_var_over_rows_max_eps1_tensor = torch.maximum(mat_sum_of_row_var / b.extent("rows"), eps1)
+    mat_sum_of_row_var_over_rows_max_eps1_tensor = larger(mat_sum_of_row_var / b.extent("rows"), eps1)
 
     # == row: values of rows
     # -- load and decode
@@ -217,9 +220,10 @@ def adafactor_bfloat16(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
     # -- encode and store
     row_sum_of_update_tensor = b.row_sum(update * update)
 
@@ -249,11 +253,13 @@ def adafactor_bfloat16(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
-    estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -333,7 +339,7 @@ def adafactor_float16(
     tensor_sum_for_alpha = tensor_sum_for_alpha_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_tensor = alpha
 
@@ -341,7 +347,7 @@ def adafactor_float16(
     # -- load and decode
     mat_sum_of_row_var = mat_sum_of_row_var_tensor
     # -- encode and store
-    mat_sum_of_row_var_over_rows_max_eps1_tensor = torch.maximum(mat_sum_of_row_var / b.extent("rows"), eps1)
+    mat_sum_of_row_var_over_rows_max_eps1_tensor = larger(mat_sum_of_row_var / b.extent("rows"), eps1)
 
     # == row: values of rows
     # -- load and decode
@@ -357,9 +363,10 @@ def adafactor_float16(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
     # -- encode and store
     row_sum_of_update_tensor = b.row_sum(update * update)
 
@@ -395,11 +402,13 @@ def adafactor_float16(
     row_div = b.spread(row_div_tensor)
     col_var = b.spread(col_var_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
-    estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
+    # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+    estimate = row_div * col_var
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(estimate, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -460,7 +469,7 @@ def adafactor_float32_no_factored(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -471,7 +480,7 @@ def adafactor_float32_no_factored(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -493,12 +502,13 @@ def adafactor_float32_no_factored(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     variance = variance_value * variance_value
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     variance_pattern = sqrt(variance).view(torch.int32)
     variance_largest = block_max(variance_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
@@ -555,7 +565,7 @@ def adafactor_float32_no_factored_small(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -566,7 +576,7 @@ def adafactor_float32_no_factored_small(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -578,12 +588,13 @@ def adafactor_float32_no_factored_small(
     g = grad_scale * g
     variance = b.elements(variance_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     b.store(p_tensor, p)
     b.store(variance_tensor, variance)
@@ -628,7 +639,7 @@ def adafactor_bfloat16_no_factored(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -639,7 +650,7 @@ def adafactor_bfloat16_no_factored(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -665,12 +676,13 @@ def adafactor_bfloat16_no_factored(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     variance = variance_value * variance_value
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -734,7 +746,7 @@ def adafactor_bfloat16_no_factored_small(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -745,7 +757,7 @@ def adafactor_bfloat16_no_factored_small(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -761,12 +773,13 @@ def adafactor_bfloat16_no_factored_small(
     g = grad_scale * g_stored.to(torch.float32)
     variance = b.elements(variance_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -828,7 +841,7 @@ def adafactor_float16_no_factored(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -839,7 +852,7 @@ def adafactor_float16_no_factored(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -871,12 +884,13 @@ def adafactor_float16_no_factored(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     variance = variance_value * variance_value
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -956,7 +970,7 @@ def adafactor_float16_no_factored_small(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
     # -- encode and store
     tensor_sum_for_alpha_tensor = b.tensor_sum(p * p)
     tensor_sum_of_update_tensor = b.tensor_sum(update * update)
@@ -967,7 +981,7 @@ def adafactor_float16_no_factored_small(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- update  (specs/adafactor.py)
     # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = torch.maximum(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
+    alpha = larger(sqrt(tensor_sum_for_alpha / b.extent("elements")), eps2) * lr_min_t_pow_m0p5
     # -- encode and store
     alpha_over_tensor_max_tensor = alpha / (sqrt(tensor_sum_of_update / b.extent("elements")) / d).clamp(min=1.0)
 
@@ -989,12 +1003,13 @@ def adafactor_float16_no_factored_small(
     g = grad_scale * g_stored.to(torch.float32)
     variance = b.elements(variance_tensor)
     # -- update  (specs/adafactor.py)
-    p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                              # 43  p = decoupled(p, lr, weight_decay)
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
     # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
-    p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    update = g * quotient(1.0, sqrt(larger(variance, eps1_times_eps1)))
+    # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
+    p = p - alpha_over_tensor_max * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000

@@ -20,7 +20,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient, rotl, scalars, sqrt
 
 
 def adam_float32(
@@ -998,7 +998,7 @@ def adam_float32_amsgrad(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1090,7 +1090,7 @@ def adam_float32_amsgrad_small(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1164,7 +1164,7 @@ def adam_bfloat16_amsgrad(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1263,7 +1263,7 @@ def adam_bfloat16_amsgrad_small(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1354,7 +1354,7 @@ def adam_float16_amsgrad(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1469,7 +1469,7 @@ def adam_float16_amsgrad_small(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1560,7 +1560,7 @@ def adam_float32_amsgrad_decoupled_weight_decay(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1652,7 +1652,7 @@ def adam_float32_amsgrad_decoupled_weight_decay_small(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1726,7 +1726,7 @@ def adam_bfloat16_amsgrad_decoupled_weight_decay(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1825,7 +1825,7 @@ def adam_bfloat16_amsgrad_decoupled_weight_decay_small(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1916,7 +1916,7 @@ def adam_float16_amsgrad_decoupled_weight_decay(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -2031,7 +2031,7 @@ def adam_float16_amsgrad_decoupled_weight_decay_small(
     # 28  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 30  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 33  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, scalars
+from optgen.runtime.eager import Blocks, larger, scalars
 
 
 def adamax_float32(
@@ -38,7 +38,7 @@ def adamax_float32(
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     b.store(p_tensor, p)
@@ -65,7 +65,7 @@ def adamax_bfloat16(
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     p_x_bits = p.view(torch.int32)
@@ -94,7 +94,7 @@ def adamax_float16(
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))

@@ -19,7 +19,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient, rotl, scalars, sqrt
 
 
 def adamax_float32(
@@ -60,7 +60,7 @@ def adamax_float32(
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g      # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     exp_avg_abs = exp_avg.abs()
@@ -121,7 +121,7 @@ def adamax_float32_small(
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     b.store(p_tensor, p)
@@ -171,7 +171,7 @@ def adamax_bfloat16(
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g      # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -239,7 +239,7 @@ def adamax_bfloat16_small(
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
@@ -306,7 +306,7 @@ def adamax_float16(
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g      # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     p_bitcast = p.view(torch.int32)
@@ -390,7 +390,7 @@ def adamax_float16_small(
     # -- update  (specs/adamax.py)
     g = g + weight_decay * p                                   # 20  g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * g            # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
+    exp_inf = larger(beta2 * exp_inf, g.abs() + eps)           # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     p_bitcast = p.view(torch.int32)

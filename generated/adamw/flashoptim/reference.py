@@ -19,7 +19,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, quotient, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, larger, quotient, scalars, sqrt
 
 
 def adamw_float32(
@@ -275,7 +275,7 @@ def adamw_float32_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_value = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps
@@ -355,7 +355,7 @@ def adamw_bfloat16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_value = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps
@@ -448,7 +448,7 @@ def adamw_float16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_value = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps

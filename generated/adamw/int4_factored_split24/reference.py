@@ -19,7 +19,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, put, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, larger, put, quotient, rotl, scalars, sqrt
 
 
 def adamw_float32(
@@ -49,8 +49,7 @@ def adamw_float32(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     # -- update  (specs/adamw.py)
@@ -108,8 +107,7 @@ def adamw_float32(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g = b.elements(g_tensor).to(torch.float32)
@@ -125,7 +123,7 @@ def adamw_float32(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -321,8 +319,7 @@ def adamw_bfloat16(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adamw.py)
@@ -370,7 +367,7 @@ def adamw_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)                # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -384,8 +381,7 @@ def adamw_bfloat16(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g_stored = b.elements(g_tensor)
@@ -411,7 +407,7 @@ def adamw_bfloat16(
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -623,8 +619,7 @@ def adamw_float16(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adamw.py)
@@ -692,8 +687,7 @@ def adamw_float16(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g_stored = b.elements(g_tensor)
@@ -729,7 +723,7 @@ def adamw_float16(
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -976,20 +970,19 @@ def adamw_float32_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     # -- update  (specs/adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # -- encode and store
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(exp_avg_sq)
     col_sum_for_exp_avg_sq_parts_tensor = b.col_sum(exp_avg_sq)
@@ -1057,8 +1050,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g = b.elements(g_tensor).to(torch.float32)
@@ -1067,7 +1059,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     exp_avg_sq_row_factor = b.spread(exp_avg_sq_row_factor_tensor)
     exp_avg_sq_parts = b.spread(exp_avg_sq_parts_tensor)
     exp_avg_sq_least_2 = b.spread(exp_avg_sq_least_2_tensor)
@@ -1077,12 +1069,12 @@ def adamw_float32_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -1147,7 +1139,7 @@ def adamw_float32_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1219,7 +1211,7 @@ def adamw_float32_amsgrad_vector(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1320,20 +1312,19 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     # -- update  (specs/adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # -- encode and store
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(exp_avg_sq)
     col_sum_for_exp_avg_sq_parts_tensor = b.col_sum(exp_avg_sq)
@@ -1391,7 +1382,7 @@ def adamw_bfloat16_amsgrad(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)                # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -1405,8 +1396,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g_stored = b.elements(g_tensor)
@@ -1415,7 +1405,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     exp_avg_sq_row_factor = b.spread(exp_avg_sq_row_factor_tensor)
     exp_avg_sq_parts = b.spread(exp_avg_sq_parts_tensor)
     exp_avg_sq_least_2 = b.spread(exp_avg_sq_least_2_tensor)
@@ -1425,7 +1415,7 @@ def adamw_bfloat16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1440,7 +1430,7 @@ def adamw_bfloat16_amsgrad(
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -1502,7 +1492,7 @@ def adamw_bfloat16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1589,7 +1579,7 @@ def adamw_bfloat16_amsgrad_vector(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1693,20 +1683,19 @@ def adamw_float16_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     # -- update  (specs/adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # -- encode and store
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(exp_avg_sq)
     col_sum_for_exp_avg_sq_parts_tensor = b.col_sum(exp_avg_sq)
@@ -1784,8 +1773,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g_stored = b.elements(g_tensor)
@@ -1794,7 +1782,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     exp_avg_sq_row_factor = b.spread(exp_avg_sq_row_factor_tensor)
     exp_avg_sq_parts = b.spread(exp_avg_sq_parts_tensor)
     exp_avg_sq_least_2 = b.spread(exp_avg_sq_least_2_tensor)
@@ -1804,7 +1792,7 @@ def adamw_float16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1829,7 +1817,7 @@ def adamw_float16_amsgrad(
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -1897,7 +1885,7 @@ def adamw_float16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -2000,7 +1988,7 @@ def adamw_float16_amsgrad_vector(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -2095,8 +2083,7 @@ def adamw_float32_decode(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -2145,7 +2132,7 @@ def adamw_float32_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -2278,12 +2265,11 @@ def adamw_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)                # bf16 and 8 more bits, stochastic
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -2335,7 +2321,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -2494,8 +2480,7 @@ def adamw_float16_decode(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -2557,7 +2542,7 @@ def adamw_float16_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -2741,8 +2726,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -2759,7 +2743,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -2813,7 +2797,7 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -2984,12 +2968,11 @@ def adamw_bfloat16_amsgrad_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)                # bf16 and 8 more bits, stochastic
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -3006,7 +2989,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -3063,7 +3046,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -3261,8 +3244,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -3279,7 +3261,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -3346,7 +3328,7 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767

@@ -19,7 +19,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, put, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, larger, put, quotient, rotl, scalars, sqrt
 
 
 def adamw_float32(
@@ -50,8 +50,7 @@ def adamw_float32(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     # -- update  (specs/adamw.py)
@@ -111,8 +110,7 @@ def adamw_float32(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g = b.elements(g_tensor).to(torch.float32)
@@ -128,7 +126,7 @@ def adamw_float32(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -337,8 +335,7 @@ def adamw_bfloat16(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adamw.py)
@@ -386,7 +383,7 @@ def adamw_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)                # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -402,8 +399,7 @@ def adamw_bfloat16(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g_stored = b.elements(g_tensor)
@@ -429,7 +425,7 @@ def adamw_bfloat16(
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -653,8 +649,7 @@ def adamw_float16(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adamw.py)
@@ -724,8 +719,7 @@ def adamw_float16(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g_stored = b.elements(g_tensor)
@@ -761,7 +755,7 @@ def adamw_float16(
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -1020,20 +1014,19 @@ def adamw_float32_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     # -- update  (specs/adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # -- encode and store
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(exp_avg_sq)
     col_sum_for_exp_avg_sq_parts_tensor = b.col_sum(exp_avg_sq)
@@ -1103,8 +1096,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g = b.elements(g_tensor).to(torch.float32)
@@ -1113,7 +1105,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     exp_avg_sq_row_factor = b.spread(exp_avg_sq_row_factor_tensor)
     exp_avg_sq_parts = b.spread(exp_avg_sq_parts_tensor)
     exp_avg_sq_least_2 = b.spread(exp_avg_sq_least_2_tensor)
@@ -1123,12 +1115,12 @@ def adamw_float32_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -1196,7 +1188,7 @@ def adamw_float32_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1275,7 +1267,7 @@ def adamw_float32_amsgrad_vector(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1384,20 +1376,19 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     # -- update  (specs/adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # -- encode and store
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(exp_avg_sq)
     col_sum_for_exp_avg_sq_parts_tensor = b.col_sum(exp_avg_sq)
@@ -1455,7 +1446,7 @@ def adamw_bfloat16_amsgrad(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)                # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -1471,8 +1462,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g_stored = b.elements(g_tensor)
@@ -1481,7 +1471,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     exp_avg_sq_row_factor = b.spread(exp_avg_sq_row_factor_tensor)
     exp_avg_sq_parts = b.spread(exp_avg_sq_parts_tensor)
     exp_avg_sq_least_2 = b.spread(exp_avg_sq_least_2_tensor)
@@ -1491,7 +1481,7 @@ def adamw_bfloat16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1506,7 +1496,7 @@ def adamw_bfloat16_amsgrad(
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -1571,7 +1561,7 @@ def adamw_bfloat16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1665,7 +1655,7 @@ def adamw_bfloat16_amsgrad_vector(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1777,20 +1767,19 @@ def adamw_float16_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     # -- update  (specs/adamw.py)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # -- encode and store
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(exp_avg_sq)
     col_sum_for_exp_avg_sq_parts_tensor = b.col_sum(exp_avg_sq)
@@ -1870,8 +1859,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * sqrt(exp_avg_sq)
     g_stored = b.elements(g_tensor)
@@ -1880,7 +1868,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     exp_avg_sq_row_factor = b.spread(exp_avg_sq_row_factor_tensor)
     exp_avg_sq_parts = b.spread(exp_avg_sq_parts_tensor)
     exp_avg_sq_least_2 = b.spread(exp_avg_sq_least_2_tensor)
@@ -1890,7 +1878,7 @@ def adamw_float16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1915,7 +1903,7 @@ def adamw_float16_amsgrad(
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
+    exp_avg_value = exp_avg / sqrt(larger(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -1986,7 +1974,7 @@ def adamw_float16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -2096,7 +2084,7 @@ def adamw_float16_amsgrad_vector(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -2200,8 +2188,7 @@ def adamw_float32_decode(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -2252,7 +2239,7 @@ def adamw_float32_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -2398,12 +2385,11 @@ def adamw_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)                # bf16 and 8 more bits, stochastic
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -2457,7 +2443,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -2628,8 +2614,7 @@ def adamw_float16_decode(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -2693,7 +2678,7 @@ def adamw_float16_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -2889,8 +2874,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -2909,7 +2893,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -2963,7 +2947,7 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -3152,12 +3136,11 @@ def adamw_bfloat16_amsgrad_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)                # bf16 and 8 more bits, stochastic
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -3176,7 +3159,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -3233,7 +3216,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
@@ -3449,8 +3432,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    # means of rows and columns, f32
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)  # means of rows and columns, f32
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
@@ -3469,7 +3451,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg_sq": b.flat(exp_avg_sq),
@@ -3536,7 +3518,7 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
-    exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
+    exp_avg_value = in_exp_avg / sqrt(larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
     exp_avg_value_abs = exp_avg_value.abs()
     exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
     exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767

@@ -18,7 +18,9 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, axis_max, axis_min, block_max, lookup, put, scalars, search, sqrt
+from optgen.runtime.eager import (
+    Blocks, axis_max, axis_min, block_max, larger, lookup, put, scalars, search, smaller, sqrt,
+)
 
 dynamic4_59b750ea = (
     -0.887499988079071, -0.6625000238418579, -0.4375, -0.21249999105930328, -0.07750000059604645,
@@ -71,7 +73,7 @@ def adamw_float32(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
@@ -120,7 +122,7 @@ def adamw_float32(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
@@ -130,7 +132,7 @@ def adamw_float32(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # -- encode and store
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
@@ -266,7 +268,7 @@ def adamw_bfloat16(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
@@ -317,7 +319,7 @@ def adamw_bfloat16(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -327,7 +329,7 @@ def adamw_bfloat16(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # -- encode and store
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
@@ -469,7 +471,7 @@ def adamw_float16(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
@@ -518,7 +520,7 @@ def adamw_float16(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -528,7 +530,7 @@ def adamw_float16(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # -- encode and store
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
@@ -667,7 +669,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
-    max_exp_avg_sq_scale = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
+    max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -675,19 +677,18 @@ def adamw_float32_amsgrad(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
@@ -737,7 +738,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
@@ -749,7 +750,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
-    max_exp_avg_sq_scale = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
+    max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_row_top = b.spread(max_exp_avg_sq_row_top_tensor)
     max_exp_avg_sq_col_top_spread = b.spread(max_exp_avg_sq_col_top_spread_tensor)
@@ -757,12 +758,12 @@ def adamw_float32_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # -- encode and store
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    max_exp_avg_sq_divisor = smaller(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
@@ -804,7 +805,7 @@ def adamw_float32_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -851,16 +852,15 @@ def adamw_float32_amsgrad_vector(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
@@ -924,7 +924,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
-    max_exp_avg_sq_scale = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
+    max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -932,19 +932,18 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -996,7 +995,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1008,7 +1007,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
-    max_exp_avg_sq_scale = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
+    max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_row_top = b.spread(max_exp_avg_sq_row_top_tensor)
     max_exp_avg_sq_col_top_spread = b.spread(max_exp_avg_sq_col_top_spread_tensor)
@@ -1016,12 +1015,12 @@ def adamw_bfloat16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # -- encode and store
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    max_exp_avg_sq_divisor = smaller(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
@@ -1064,7 +1063,7 @@ def adamw_bfloat16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1114,16 +1113,15 @@ def adamw_bfloat16_amsgrad_vector(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -1189,7 +1187,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
-    max_exp_avg_sq_scale = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
+    max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -1197,19 +1195,18 @@ def adamw_float16_amsgrad(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
@@ -1259,7 +1256,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1271,7 +1268,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
-    max_exp_avg_sq_scale = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
+    max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_row_top = b.spread(max_exp_avg_sq_row_top_tensor)
     max_exp_avg_sq_col_top_spread = b.spread(max_exp_avg_sq_col_top_spread_tensor)
@@ -1279,12 +1276,12 @@ def adamw_float16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # -- encode and store
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    max_exp_avg_sq_divisor = smaller(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
@@ -1327,7 +1324,7 @@ def adamw_float16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1375,16 +1372,15 @@ def adamw_float16_amsgrad_vector(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
@@ -1426,7 +1422,7 @@ def adamw_float32_decode(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     return {
         "p": b.flat(p),
@@ -1461,7 +1457,7 @@ def adamw_float32_encode(values, dims=None):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_top_spread = b.spread(exp_avg_sq_col_top_spread_tensor)
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
@@ -1566,7 +1562,7 @@ def adamw_bfloat16_decode(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     return {
         "p": b.flat(p),
@@ -1603,7 +1599,7 @@ def adamw_bfloat16_encode(values, dims=None):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_top_spread = b.spread(exp_avg_sq_col_top_spread_tensor)
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
@@ -1714,7 +1710,7 @@ def adamw_float16_decode(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     return {
         "p": b.flat(p),
@@ -1749,7 +1745,7 @@ def adamw_float16_encode(values, dims=None):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_top_spread = b.spread(exp_avg_sq_col_top_spread_tensor)
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
@@ -1858,7 +1854,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
@@ -1866,7 +1862,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
-    max_exp_avg_sq_scale = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
+    max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
     return {
         "p": b.flat(p),
@@ -1916,10 +1912,10 @@ def adamw_float32_amsgrad_encode(values, dims=None):
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_top_spread = b.spread(max_exp_avg_sq_col_top_spread_tensor)
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    max_exp_avg_sq_divisor = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = in_max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
@@ -2049,7 +2045,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
@@ -2057,7 +2053,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
-    max_exp_avg_sq_scale = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
+    max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
     return {
         "p": b.flat(p),
@@ -2109,10 +2105,10 @@ def adamw_bfloat16_amsgrad_encode(values, dims=None):
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_top_spread = b.spread(max_exp_avg_sq_col_top_spread_tensor)
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    max_exp_avg_sq_divisor = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = in_max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
@@ -2248,7 +2244,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
-    exp_avg_sq_scale = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_spread)
+    exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
@@ -2256,7 +2252,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
-    max_exp_avg_sq_scale = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
+    max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
     return {
         "p": b.flat(p),
@@ -2306,10 +2302,10 @@ def adamw_float16_amsgrad_encode(values, dims=None):
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col_top_spread = b.spread(max_exp_avg_sq_col_top_spread_tensor)
-    exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    exp_avg_sq_divisor = smaller(exp_avg_sq_row, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
+    max_exp_avg_sq_divisor = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = in_max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {

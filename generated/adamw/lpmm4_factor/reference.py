@@ -18,7 +18,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, few_sum, lookup, put, scalars, search, sqrt
+from optgen.runtime.eager import Blocks, block_max, few_sum, larger, lookup, put, scalars, search, sqrt
 
 dynamic4_59b750ea = (
     -0.887499988079071, -0.6625000238418579, -0.4375, -0.21249999105930328, -0.07750000059604645,
@@ -61,7 +61,7 @@ def adamw_float32(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     # -- update  (specs/adamw.py)
@@ -118,7 +118,7 @@ def adamw_float32(
     p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
+    exp_avg_sq_kept = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -246,7 +246,7 @@ def adamw_bfloat16(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adamw.py)
@@ -304,7 +304,7 @@ def adamw_bfloat16(
     p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
+    exp_avg_sq_kept = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -440,7 +440,7 @@ def adamw_float16(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adamw.py)
@@ -498,7 +498,7 @@ def adamw_float16(
     p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
+    exp_avg_sq_kept = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -632,7 +632,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     # -- update  (specs/adamw.py)
@@ -678,15 +678,14 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_row_factor_min_1p1754943508222875em38 = b.spread(exp_avg_sq_row_factor_min_1p1754943508222875em38_tensor)
     # -- update  (specs/adamw.py)
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
-    # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq_kept)
+    exp_avg_sq_kept = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq_kept)  # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     # -- encode and store
     row_sum_for_max_exp_avg_sq_row_means_tensor = b.row_sum(max_exp_avg_sq)
     col_sum_for_max_exp_avg_sq_col_factor_tensor = b.col_sum(max_exp_avg_sq)
@@ -739,7 +738,7 @@ def adamw_float32_amsgrad(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g
     # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min)
+    max_exp_avg_sq_kept = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -781,7 +780,7 @@ def adamw_float32_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -828,16 +827,15 @@ def adamw_float32_amsgrad_vector(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
@@ -892,7 +890,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adamw.py)
@@ -938,15 +936,14 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_row_factor_min_1p1754943508222875em38 = b.spread(exp_avg_sq_row_factor_min_1p1754943508222875em38_tensor)
     # -- update  (specs/adamw.py)
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
-    # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq_kept)
+    exp_avg_sq_kept = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq_kept)  # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     # -- encode and store
     row_sum_for_max_exp_avg_sq_row_means_tensor = b.row_sum(max_exp_avg_sq)
     col_sum_for_max_exp_avg_sq_col_factor_tensor = b.col_sum(max_exp_avg_sq)
@@ -1000,7 +997,7 @@ def adamw_bfloat16_amsgrad(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g
     # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min)
+    max_exp_avg_sq_kept = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1045,7 +1042,7 @@ def adamw_bfloat16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1095,16 +1092,15 @@ def adamw_bfloat16_amsgrad_vector(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -1161,7 +1157,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/adamw.py)
@@ -1207,15 +1203,14 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_row_factor_min_1p1754943508222875em38 = b.spread(exp_avg_sq_row_factor_min_1p1754943508222875em38_tensor)
     # -- update  (specs/adamw.py)
     # exp_avg_sq as it is kept
-    exp_avg_sq_kept = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
-    # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq_kept)
+    exp_avg_sq_kept = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq_kept)  # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     # -- encode and store
     row_sum_for_max_exp_avg_sq_row_means_tensor = b.row_sum(max_exp_avg_sq)
     col_sum_for_max_exp_avg_sq_col_factor_tensor = b.col_sum(max_exp_avg_sq)
@@ -1269,7 +1264,7 @@ def adamw_float16_amsgrad(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g
     # max_exp_avg_sq as it is kept
-    max_exp_avg_sq_kept = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min)
+    max_exp_avg_sq_kept = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq_kept) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1312,7 +1307,7 @@ def adamw_float16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1360,16 +1355,15 @@ def adamw_float16_amsgrad_vector(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
@@ -1409,7 +1403,7 @@ def adamw_float32_decode(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -1535,7 +1529,7 @@ def adamw_bfloat16_decode(
     exp_avg_sq_least = exp_avg_sq_row.clamp(max=1.1754943508222875e-38)
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)  # bf16, nearest
+    p = p_stored.to(torch.float32)                                          # bf16, nearest
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -1544,7 +1538,7 @@ def adamw_bfloat16_decode(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -1678,7 +1672,7 @@ def adamw_float16_decode(
     exp_avg_sq_least = exp_avg_sq_row.clamp(max=1.1754943508222875e-38)
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)  # f16, nearest
+    p = p_stored.to(torch.float32)                                          # f16, nearest
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -1687,7 +1681,7 @@ def adamw_float16_decode(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -1827,12 +1821,12 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -2000,7 +1994,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_least_tensor = max_exp_avg_sq_least
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)  # bf16, nearest
+    p = p_stored.to(torch.float32)                                          # bf16, nearest
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -2009,12 +2003,12 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),
@@ -2190,7 +2184,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_least_tensor = max_exp_avg_sq_least
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p_stored = b.elements(p_tensor)
-    p = p_stored.to(torch.float32)  # f16, nearest
+    p = p_stored.to(torch.float32)                                          # f16, nearest
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -2199,12 +2193,12 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
+    exp_avg_sq = larger(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     max_exp_avg_sq_row = b.spread(max_exp_avg_sq_row_tensor)
     max_exp_avg_sq_col = b.spread(max_exp_avg_sq_col_tensor)
     max_exp_avg_sq_least = b.spread(max_exp_avg_sq_least_tensor)
     # means of rows and columns, f32, the new value read as kept
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
+    max_exp_avg_sq = larger(max_exp_avg_sq_row * max_exp_avg_sq_col, max_exp_avg_sq_least)
     return {
         "p": b.flat(p),
         "exp_avg": b.flat(exp_avg_value),

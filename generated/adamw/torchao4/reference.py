@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, lookup, scalars, search, sqrt
+from optgen.runtime.eager import Blocks, block_max, larger, lookup, scalars, search, sqrt
 
 dynamic4_59b750ea = (
     -0.887499988079071, -0.6625000238418579, -0.4375, -0.21249999105930328, -0.07750000059604645,
@@ -329,16 +329,15 @@ def adamw_float32_amsgrad(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
@@ -388,7 +387,7 @@ def adamw_float32_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -432,16 +431,15 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -494,7 +492,7 @@ def adamw_bfloat16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -540,16 +538,15 @@ def adamw_float16_amsgrad(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
@@ -600,7 +597,7 @@ def adamw_float16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, quotient, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, larger, quotient, scalars, sqrt
 
 
 def adamw_float32(
@@ -402,16 +402,15 @@ def adamw_float32_amsgrad(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_number * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
@@ -485,7 +484,7 @@ def adamw_float32_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -544,16 +543,15 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_number * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -630,7 +628,7 @@ def adamw_bfloat16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -691,16 +689,15 @@ def adamw_float16_amsgrad(
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_number * exp_avg_sq_scale
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g            # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq_value + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq_value, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq_value, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
@@ -775,7 +772,7 @@ def adamw_float16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom

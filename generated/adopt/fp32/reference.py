@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, scalars, sqrt
+from optgen.runtime.eager import Blocks, larger, scalars, smaller, sqrt
 
 
 def adopt_float32(
@@ -43,7 +43,7 @@ def adopt_float32(
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -78,7 +78,7 @@ def adopt_bfloat16(
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -115,7 +115,7 @@ def adopt_float16(
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -149,7 +149,7 @@ def adopt_float32_decoupled_weight_decay(
     # -- update  (specs/adopt.py)
     p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -184,7 +184,7 @@ def adopt_bfloat16_decoupled_weight_decay(
     # -- update  (specs/adopt.py)
     p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -221,7 +221,7 @@ def adopt_float16_decoupled_weight_decay(
     # -- update  (specs/adopt.py)
     p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g

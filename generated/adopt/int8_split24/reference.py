@@ -19,7 +19,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient, rotl, scalars, smaller, sqrt
 
 
 def adopt_float32(
@@ -64,7 +64,7 @@ def adopt_float32(
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                                    # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                        # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -133,7 +133,7 @@ def adopt_float32_small(
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -190,7 +190,7 @@ def adopt_bfloat16(
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                                    # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                        # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -266,7 +266,7 @@ def adopt_bfloat16_small(
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -340,7 +340,7 @@ def adopt_float16(
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                                    # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                        # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -432,7 +432,7 @@ def adopt_float16_small(
     # -- update  (specs/adopt.py)
     g = g + weight_decay * p                              # 27  g = l2(g, p, weight_decay)
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -507,7 +507,7 @@ def adopt_float32_decoupled_weight_decay(
     # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     p = p * scalar_0
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                        # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -576,7 +576,7 @@ def adopt_float32_decoupled_weight_decay_small(
     # -- update  (specs/adopt.py)
     p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -634,7 +634,7 @@ def adopt_bfloat16_decoupled_weight_decay(
     # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     p = p * scalar_0
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                        # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -710,7 +710,7 @@ def adopt_bfloat16_decoupled_weight_decay_small(
     # -- update  (specs/adopt.py)
     p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -785,7 +785,7 @@ def adopt_float16_decoupled_weight_decay(
     # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     p = p * scalar_0
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg_value + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                        # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
@@ -877,7 +877,7 @@ def adopt_float16_decoupled_weight_decay_small(
     # -- update  (specs/adopt.py)
     p = p * scalar_0                                      # 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
     # 29  scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
-    scaled = torch.minimum(torch.maximum(g / torch.maximum(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
+    scaled = smaller(larger(g / larger(sqrt(exp_avg_sq), eps), minus_t_minus_one_pow_0p25), bound)
     exp_avg = beta1 * exp_avg + one_minus_beta1 * scaled  # 30  exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
     p = p - lr * exp_avg                                  # 31  p = p - lr * exp_avg
     # 33  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g

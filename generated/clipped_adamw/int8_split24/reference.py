@@ -20,7 +20,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, larger, quotient, rotl, scalars, sqrt
 
 
 def clipped_adamw_float32(
@@ -719,7 +719,7 @@ def clipped_adamw_float32_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_mul * g_mul
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -835,7 +835,7 @@ def clipped_adamw_float32_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_mul * g_mul
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -934,7 +934,7 @@ def clipped_adamw_bfloat16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_mul * g_mul
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1058,7 +1058,7 @@ def clipped_adamw_bfloat16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_mul * g_mul
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1174,7 +1174,7 @@ def clipped_adamw_float16_amsgrad(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_mul * g_mul
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
@@ -1314,7 +1314,7 @@ def clipped_adamw_float16_amsgrad_small(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g_mul * g_mul
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    max_exp_avg_sq = larger(max_exp_avg_sq, exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom

@@ -23,7 +23,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, few_sum, put, scalars, sqrt
+from optgen.runtime.eager import Blocks, few_sum, larger, put, scalars, smaller, sqrt
 
 
 def dadapt_adam_float32(
@@ -105,7 +105,7 @@ def dadapt_adam_float32(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -193,7 +193,7 @@ def dadapt_adam_bfloat16(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -279,7 +279,7 @@ def dadapt_adam_float16(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -364,7 +364,7 @@ def dadapt_adam_float32_use_bias_correction(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -452,7 +452,7 @@ def dadapt_adam_bfloat16_use_bias_correction(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -538,7 +538,7 @@ def dadapt_adam_float16_use_bias_correction(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)

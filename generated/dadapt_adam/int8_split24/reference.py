@@ -26,7 +26,9 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, put, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import (
+    Blocks, block_max, block_min, few_sum, larger, put, quotient, rotl, scalars, smaller, sqrt,
+)
 
 
 def dadapt_adam_float32(
@@ -192,7 +194,7 @@ def dadapt_adam_float32(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -277,7 +279,7 @@ def dadapt_adam_float32_small(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -453,7 +455,7 @@ def dadapt_adam_bfloat16(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -553,7 +555,7 @@ def dadapt_adam_bfloat16_small(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -745,7 +747,7 @@ def dadapt_adam_float16(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -861,7 +863,7 @@ def dadapt_adam_float16_small(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -1030,7 +1032,7 @@ def dadapt_adam_float32_use_bias_correction(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -1115,7 +1117,7 @@ def dadapt_adam_float32_use_bias_correction_small(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -1291,7 +1293,7 @@ def dadapt_adam_bfloat16_use_bias_correction(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -1391,7 +1393,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -1583,7 +1585,7 @@ def dadapt_adam_float16_use_bias_correction(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)
@@ -1699,7 +1701,7 @@ def dadapt_adam_float16_use_bias_correction_small(
     # 45  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / (one_minus_sqrt_beta2 * total).clamp(min=1e-37)
     # 48  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = torch.maximum(d, torch.where(total_lt, torch.minimum(d_hat, d * growth_rate), 0.0))
+    d = larger(d, torch.where(total_lt, smaller(d_hat, d * growth_rate), 0.0))
     # -- encode and store
     put(d_tensor, d)
     put(numerator_weighted_tensor, numerator_weighted)

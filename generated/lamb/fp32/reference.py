@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, scalars, sqrt
+from optgen.runtime.eager import Blocks, larger, scalars, smaller, sqrt
 
 
 def lamb_float32(
@@ -63,7 +63,7 @@ def lamb_float32(
     tensor_sum_for_update_norm = tensor_sum_for_update_norm_tensor
     # -- update  (specs/lamb.py)
     # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
-    weight_norm = torch.minimum(torch.maximum(sqrt(tensor_sum_for_weight_norm), min_norm), max_norm)
+    weight_norm = smaller(larger(sqrt(tensor_sum_for_weight_norm), min_norm), max_norm)
     update_norm = sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
     # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
     trust = torch.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
@@ -130,7 +130,7 @@ def lamb_bfloat16(
     tensor_sum_for_update_norm = tensor_sum_for_update_norm_tensor
     # -- update  (specs/lamb.py)
     # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
-    weight_norm = torch.minimum(torch.maximum(sqrt(tensor_sum_for_weight_norm), min_norm), max_norm)
+    weight_norm = smaller(larger(sqrt(tensor_sum_for_weight_norm), min_norm), max_norm)
     update_norm = sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
     # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
     trust = torch.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
@@ -200,7 +200,7 @@ def lamb_float16(
     tensor_sum_for_update_norm = tensor_sum_for_update_norm_tensor
     # -- update  (specs/lamb.py)
     # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
-    weight_norm = torch.minimum(torch.maximum(sqrt(tensor_sum_for_weight_norm), min_norm), max_norm)
+    weight_norm = smaller(larger(sqrt(tensor_sum_for_weight_norm), min_norm), max_norm)
     update_norm = sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
     # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
     trust = torch.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)

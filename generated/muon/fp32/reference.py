@@ -15,7 +15,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, newton_schulz, scalars, sqrt
+from optgen.runtime.eager import Blocks, larger, newton_schulz, scalars, sqrt
 
 
 def muon_float32(
@@ -326,7 +326,7 @@ def muon_float32_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -384,7 +384,7 @@ def muon_bfloat16_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -445,7 +445,7 @@ def muon_float16_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -673,7 +673,7 @@ def muon_float32_no_nesterov_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -728,7 +728,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -786,7 +786,7 @@ def muon_float16_no_nesterov_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 

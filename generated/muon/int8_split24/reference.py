@@ -15,7 +15,9 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, newton_schulz, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import (
+    Blocks, block_max, block_min, larger, newton_schulz, quotient, rotl, scalars, sqrt,
+)
 
 
 def muon_float32(
@@ -1020,7 +1022,7 @@ def muon_float32_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -1106,7 +1108,7 @@ def muon_float32_match_rms_adamw_small(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -1164,7 +1166,7 @@ def muon_bfloat16_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -1265,7 +1267,7 @@ def muon_bfloat16_match_rms_adamw_small(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -1338,7 +1340,7 @@ def muon_float16_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -1455,7 +1457,7 @@ def muon_float16_match_rms_adamw_small(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -2050,7 +2052,7 @@ def muon_float32_no_nesterov_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -2133,7 +2135,7 @@ def muon_float32_no_nesterov_match_rms_adamw_small(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -2188,7 +2190,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -2286,7 +2288,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw_small(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -2356,7 +2358,7 @@ def muon_float16_no_nesterov_match_rms_adamw(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 
@@ -2470,7 +2472,7 @@ def muon_float16_no_nesterov_match_rms_adamw_small(
     # == tensor: values of tensors
     # -- update  (specs/muon.py)
     # 44  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
-    scale = 0.2 * sqrt(torch.maximum(b.extent("rows"), b.extent("columns")))
+    scale = 0.2 * sqrt(larger(b.extent("rows"), b.extent("columns")))
     # -- encode and store
     lr_times_scale_tensor = lr * scale
 

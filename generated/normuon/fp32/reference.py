@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, few_sum, newton_schulz, put, scalars, sqrt
+from optgen.runtime.eager import Blocks, few_sum, larger, newton_schulz, put, scalars, sqrt
 
 
 def normuon_float32(
@@ -98,7 +98,7 @@ def normuon_float32(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     # -- update  (specs/normuon.py)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / torch.maximum(sqrt(tensor_sum_for_size), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(tensor_sum_for_size), eps)
     # -- encode and store
     lr_times_size_tensor = lr * size
 
@@ -195,7 +195,7 @@ def normuon_bfloat16(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     # -- update  (specs/normuon.py)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / torch.maximum(sqrt(tensor_sum_for_size), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(tensor_sum_for_size), eps)
     # -- encode and store
     lr_times_size_tensor = lr * size
 
@@ -295,7 +295,7 @@ def normuon_float16(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     # -- update  (specs/normuon.py)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / torch.maximum(sqrt(tensor_sum_for_size), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(tensor_sum_for_size), eps)
     # -- encode and store
     lr_times_size_tensor = lr * size
 

@@ -18,7 +18,7 @@
 import torch
 
 from optgen.runtime.eager import (
-    Blocks, block_max, block_min, few_sum, newton_schulz, put, quotient, rotl, scalars, sqrt,
+    Blocks, block_max, block_min, few_sum, larger, newton_schulz, put, quotient, rotl, scalars, sqrt,
 )
 
 
@@ -128,7 +128,7 @@ def normuon_float32(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     # -- update  (specs/normuon.py)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / torch.maximum(sqrt(tensor_sum_for_size), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(tensor_sum_for_size), eps)
     # -- encode and store
     lr_times_size_tensor = lr * size
 
@@ -225,7 +225,7 @@ def normuon_float32_small(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     # -- update  (specs/normuon.py)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / torch.maximum(sqrt(tensor_sum_for_size), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(tensor_sum_for_size), eps)
     # -- encode and store
     lr_times_size_tensor = lr * size
 
@@ -350,7 +350,7 @@ def normuon_bfloat16(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     # -- update  (specs/normuon.py)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / torch.maximum(sqrt(tensor_sum_for_size), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(tensor_sum_for_size), eps)
     # -- encode and store
     lr_times_size_tensor = lr * size
 
@@ -463,7 +463,7 @@ def normuon_bfloat16_small(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     # -- update  (specs/normuon.py)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / torch.maximum(sqrt(tensor_sum_for_size), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(tensor_sum_for_size), eps)
     # -- encode and store
     lr_times_size_tensor = lr * size
 
@@ -603,7 +603,7 @@ def normuon_float16(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     # -- update  (specs/normuon.py)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / torch.maximum(sqrt(tensor_sum_for_size), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(tensor_sum_for_size), eps)
     # -- encode and store
     lr_times_size_tensor = lr * size
 
@@ -732,7 +732,7 @@ def normuon_float16_small(
     tensor_sum_for_size = tensor_sum_for_size_tensor
     # -- update  (specs/normuon.py)
     # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / torch.maximum(sqrt(tensor_sum_for_size), eps)
+    size = by_0p2_times_sqrt_rows_times_columns / larger(sqrt(tensor_sum_for_size), eps)
     # -- encode and store
     lr_times_size_tensor = lr * size
 

@@ -15,7 +15,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, scalars, sqrt
+from optgen.runtime.eager import Blocks, larger, scalars, sqrt
 
 
 def rmsprop_float32(
@@ -204,15 +204,15 @@ def rmsprop_float32_centered(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                           # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg)
@@ -236,15 +236,15 @@ def rmsprop_bfloat16_centered(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                           # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -270,15 +270,15 @@ def rmsprop_float16_centered(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                           # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))
     b.store(square_avg_tensor, square_avg)
@@ -302,17 +302,17 @@ def rmsprop_float32_centered_has_momentum(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                              # 38  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg)
@@ -338,17 +338,17 @@ def rmsprop_bfloat16_centered_has_momentum(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                              # 38  p = p - lr * update
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -376,17 +376,17 @@ def rmsprop_float16_centered_has_momentum(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                              # 38  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p.to(torch.float16))
     b.store(square_avg_tensor, square_avg)

@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient, rotl, scalars, sqrt
 
 
 def rmsprop_float32(
@@ -812,15 +812,15 @@ def rmsprop_float32_centered(
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                           # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
     square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
@@ -882,15 +882,15 @@ def rmsprop_float32_centered_small(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                           # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg)
@@ -939,15 +939,15 @@ def rmsprop_bfloat16_centered(
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                           # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -1016,15 +1016,15 @@ def rmsprop_bfloat16_centered_small(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                           # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -1090,15 +1090,15 @@ def rmsprop_float16_centered(
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                           # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -1183,15 +1183,15 @@ def rmsprop_float16_centered_small(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
-    p = p - lr * update                                           # 38  p = p - lr * update
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
+    p = p - lr * update                                       # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -1267,17 +1267,17 @@ def rmsprop_float32_centered_has_momentum(
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                     # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                          # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer_value + update
-    p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                                 # 38  p = p - lr * update
     # -- encode and store
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
     square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
@@ -1359,17 +1359,17 @@ def rmsprop_float32_centered_has_momentum_small(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                              # 38  p = p - lr * update
     # -- encode and store
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg)
@@ -1429,17 +1429,17 @@ def rmsprop_bfloat16_centered_has_momentum(
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                     # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                          # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer_value + update
-    p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                                 # 38  p = p - lr * update
     # -- encode and store
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
     word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
@@ -1528,17 +1528,17 @@ def rmsprop_bfloat16_centered_has_momentum_small(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                              # 38  p = p - lr * update
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -1615,17 +1615,17 @@ def rmsprop_float16_centered_has_momentum(
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
     grad_avg = grad_avg_value * square_avg_value
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                     # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                          # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer_value + update
-    p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                                 # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -1730,17 +1730,17 @@ def rmsprop_float16_centered_has_momentum_small(
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     # -- update  (specs/rmsprop.py)
-    g = g + weight_decay * p                                      # 27  g = l2(g, p, weight_decay)
+    g = g + weight_decay * p                                  # 27  g = l2(g, p, weight_decay)
     g_mul = one_minus_alpha * g
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + g_mul * g
-    grad_avg = alpha * grad_avg + g_mul                           # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    grad_avg = alpha * grad_avg + g_mul                       # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
-    variance = (square_avg - grad_avg * grad_avg).clamp(min=0.0)
-    update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
+    variance = larger(square_avg - grad_avg * grad_avg, 0.0)
+    update = g / (sqrt(variance) + eps)                       # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer + update
-    p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
+    p = p - lr * momentum_buffer                              # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000

@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, scalars
+from optgen.runtime.eager import Blocks, larger, scalars, smaller
 
 
 def rprop_float32(
@@ -36,14 +36,14 @@ def rprop_float32(
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
-    agreement = g * prev                       # 22  agreement = g * prev
+    agreement = g * prev                                               # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -69,14 +69,14 @@ def rprop_bfloat16(
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
-    agreement = g * prev                       # 22  agreement = g * prev
+    agreement = g * prev                                               # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -104,14 +104,14 @@ def rprop_float16(
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
-    agreement = g * prev                       # 22  agreement = g * prev
+    agreement = g * prev                                               # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store

@@ -19,7 +19,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient, rotl, scalars, smaller, sqrt
 
 
 def rprop_float32(
@@ -58,14 +58,14 @@ def rprop_float32(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     step_size = step_size_value * step_size_value
     # -- update  (specs/rprop.py)
-    agreement = g * prev_value                 # 22  agreement = g * prev
+    agreement = g * prev_value                                         # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -124,14 +124,14 @@ def rprop_float32_small(
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
-    agreement = g * prev                       # 22  agreement = g * prev
+    agreement = g * prev                                               # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -180,14 +180,14 @@ def rprop_bfloat16(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     step_size = step_size_value * step_size_value
     # -- update  (specs/rprop.py)
-    agreement = g * prev_value                 # 22  agreement = g * prev
+    agreement = g * prev_value                                         # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -253,14 +253,14 @@ def rprop_bfloat16_small(
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
-    agreement = g * prev                       # 22  agreement = g * prev
+    agreement = g * prev                                               # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -326,14 +326,14 @@ def rprop_float16(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     step_size = step_size_value * step_size_value
     # -- update  (specs/rprop.py)
-    agreement = g * prev_value                 # 22  agreement = g * prev
+    agreement = g * prev_value                                         # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
@@ -415,14 +415,14 @@ def rprop_float16_small(
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
-    agreement = g * prev                       # 22  agreement = g * prev
+    agreement = g * prev                                               # 22  agreement = g * prev
     agreement_lt = agreement < 0.0
-    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
-    size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
+    prev = torch.where(agreement_lt, 0.0, g)                           # 27  prev = where(agreement < 0, 0.0, g)
+    size = step_size + where_lt_one_t_zero_lr                          # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
     scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
-    step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
+    step_size = smaller(larger(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store

@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, put, quotient, scalars, sqrt
+from optgen.runtime.eager import Blocks, put, quotient, scalars, smaller, sqrt
 
 
 def sm3_float32(
@@ -37,9 +37,9 @@ def sm3_float32(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
-    p = p - lr * update                                              # 48  p = p - lr * update
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
+    p = p - lr * update                                        # 48  p = p - lr * update
     # -- encode and store
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
@@ -76,9 +76,9 @@ def sm3_bfloat16(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
-    p = p - lr * update                                              # 48  p = p - lr * update
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
+    p = p - lr * update                                        # 48  p = p - lr * update
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -117,9 +117,9 @@ def sm3_float16(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
-    p = p - lr * update                                              # 48  p = p - lr * update
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
+    p = p - lr * update                                        # 48  p = p - lr * update
     # -- encode and store
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
@@ -222,11 +222,11 @@ def sm3_float32_has_momentum(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
-    p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
     # -- encode and store
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
@@ -267,11 +267,11 @@ def sm3_bfloat16_has_momentum(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
-    p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -314,11 +314,11 @@ def sm3_float16_has_momentum(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
-    p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
     # -- encode and store
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)

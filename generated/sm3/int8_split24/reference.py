@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, put, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, put, quotient, rotl, scalars, smaller, sqrt
 
 
 def sm3_float32(
@@ -37,9 +37,9 @@ def sm3_float32(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
-    p = p - lr * update                                              # 48  p = p - lr * update
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
+    p = p - lr * update                                        # 48  p = p - lr * update
     # -- encode and store
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
@@ -79,9 +79,9 @@ def sm3_bfloat16(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
-    p = p - lr * update                                              # 48  p = p - lr * update
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
+    p = p - lr * update                                        # 48  p = p - lr * update
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -138,9 +138,9 @@ def sm3_float16(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
-    p = p - lr * update                                              # 48  p = p - lr * update
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
+    p = p - lr * update                                        # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -519,11 +519,11 @@ def sm3_float32_has_momentum(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * update
-    p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
     # -- encode and store
     momentum_buffer_abs = momentum_buffer.abs()
     momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
@@ -580,11 +580,11 @@ def sm3_float32_has_momentum_small(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
-    p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
     # -- encode and store
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
@@ -638,11 +638,11 @@ def sm3_bfloat16_has_momentum(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * update
-    p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -707,11 +707,11 @@ def sm3_bfloat16_has_momentum_small(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
-    p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
     # -- encode and store
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -782,11 +782,11 @@ def sm3_float16_has_momentum(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * update
-    p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000
@@ -867,11 +867,11 @@ def sm3_float16_has_momentum_small(
     accumulator_col = b.spread(accumulator_col_tensor)
     # -- update  (specs/sm3.py)
     # 38  total = minimum(accumulator_row, accumulator_col) + g * g
-    total = torch.minimum(accumulator_row, accumulator_col) + g * g
-    update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
+    total = smaller(accumulator_row, accumulator_col) + g * g
+    update = g * quotient(1.0, sqrt(total + eps))              # 44  update = g * rsqrt(total + eps)
     # 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
-    p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
+    p = p - lr * momentum_buffer                               # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
     p_sign = p_bitcast >> 16 & 0x8000

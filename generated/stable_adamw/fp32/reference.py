@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, scalars, sqrt
+from optgen.runtime.eager import Blocks, larger, scalars, sqrt
 
 
 def stable_adamw_float32(
@@ -39,7 +39,7 @@ def stable_adamw_float32(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = beta2_hat * exp_avg_sq + scalar_1 * g * g
     # -- encode and store
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / torch.maximum(exp_avg_sq, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
 
     # == tensor: values of tensors
     # -- load and decode
@@ -92,7 +92,7 @@ def stable_adamw_bfloat16(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = beta2_hat * exp_avg_sq + scalar_1 * g * g
     # -- encode and store
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / torch.maximum(exp_avg_sq, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
 
     # == tensor: values of tensors
     # -- load and decode
@@ -148,7 +148,7 @@ def stable_adamw_float16(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = beta2_hat * exp_avg_sq + scalar_1 * g * g
     # -- encode and store
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / torch.maximum(exp_avg_sq, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
 
     # == tensor: values of tensors
     # -- load and decode

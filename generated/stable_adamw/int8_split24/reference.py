@@ -20,7 +20,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient, rotl, scalars, sqrt
 
 
 def stable_adamw_float32(
@@ -103,7 +103,7 @@ def stable_adamw_float32(
     exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / torch.maximum(exp_avg_sq, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
@@ -174,7 +174,7 @@ def stable_adamw_float32_small(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = beta2_hat * exp_avg_sq + scalar_1 * g * g
     # -- encode and store
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / torch.maximum(exp_avg_sq, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
 
     # == tensor: values of tensors
     # -- load and decode
@@ -288,7 +288,7 @@ def stable_adamw_bfloat16(
     exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / torch.maximum(exp_avg_sq, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
@@ -374,7 +374,7 @@ def stable_adamw_bfloat16_small(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = beta2_hat * exp_avg_sq + scalar_1 * g * g
     # -- encode and store
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / torch.maximum(exp_avg_sq, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
 
     # == tensor: values of tensors
     # -- load and decode
@@ -503,7 +503,7 @@ def stable_adamw_float16(
     exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / torch.maximum(exp_avg_sq, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
@@ -605,7 +605,7 @@ def stable_adamw_float16_small(
     # 23  exp_avg_sq = beta2_hat * exp_avg_sq + (1 - beta2_hat) * g * g
     exp_avg_sq = beta2_hat * exp_avg_sq + scalar_1 * g * g
     # -- encode and store
-    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / torch.maximum(exp_avg_sq, eps_times_eps))
+    tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
 
     # == tensor: values of tensors
     # -- load and decode

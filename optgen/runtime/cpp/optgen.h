@@ -67,6 +67,10 @@ template <int N> inline I search(const float (&table)[N], F x) {
     return found;
 }
 
+// Of two zeros the minimum is -0, the maximum +0, as on GPUs.  Strict maths.
+inline F minimum(F a, F b) { return where(a == b, as_float(bits(a) | bits(b)), min(a, b)); }
+inline F maximum(F a, F b) { return where(a == b, as_float(bits(a) & bits(b)), max(a, b)); }
+
 struct Larger {
     I operator()(I a, I b) const { return max(a, b); }
 };
