@@ -474,6 +474,11 @@ def test_lines_are_padded_nowhere_and_as_wide_as_asked(run: Run, monkeypatch: py
     assert narrow.split("between steps")[1].split()[-5:] == wide.split("between steps")[1].split()[-5:]
 
 
+def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.Terminal("build", False).show("-a \n \n+b")
+    assert capsys.readouterr().out == "-a \n \n+b\n", "a diff whose lines lost their ends"
+
+
 def test_a_build_says_how_its_classes_are_imported(project: Path, run: Run) -> None:
     for name in ("one", "two", "three", "four"):
         run("new", name)

@@ -63,11 +63,12 @@ class Terminal:
         """Part of the result, for people."""
         if self.as_json:
             return
-        if not self.out.is_terminal:  # tables are padded to the console's width
+        text = all(isinstance(x, (str, Text)) for x in what)
+        if not text and not self.out.is_terminal:  # tables are padded to the console's width
             with self.out.capture() as printed:
-                self.out.print(*what, markup=False, soft_wrap=_is_text(what))
-            what = ("\n".join(line.rstrip() for line in printed.get().removesuffix("\n").split("\n")),)
-        self.out.print(*what, markup=False, soft_wrap=_is_text(what))
+                self.out.print(*what, markup=False)
+            what, text = ("\n".join(line.rstrip() for line in printed.get()[:-1].split("\n")),), True
+        self.out.print(*what, markup=False, soft_wrap=text)
 
     def show_filled(self, text: str, indent: int = 11) -> None:
         """Show one line, wrapped with a hanging indent where there is a width to keep to."""
@@ -127,10 +128,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 def _width(stream: Any) -> int | None:
     """Tables in a pipe or a file are not squeezed into 80 columns; COLUMNS says otherwise."""
     return None if stream.isatty() or os.environ.get("COLUMNS", "").isdigit() else 140
-
-
-def _is_text(what: Iterable[object]) -> bool:
-    return all(isinstance(x, (str, Text)) for x in what)
 
 
 @contextmanager
