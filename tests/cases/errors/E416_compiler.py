@@ -5,5 +5,5 @@ from optgen.runtime import native
 
 
 def case():
-    with mock.patch.object(native, "load", lambda jobs: [native.Unavailable("there is no C++ compiler")]):
+    with mock.patch.object(native, "load", lambda jobs, quiet: [native.Unavailable("there is no C++ compiler")]):
         compile_ahead([native.Job("k", "")], lambda items, total: items)
