@@ -137,6 +137,38 @@ def test_fuzz_fails_with_a_line_that_repeats_it(run: Run, monkeypatch: pytest.Mo
     assert run("fuzz", "sgd", "--plan", "fp32", "--case", case)[0] == 0
 
 
+OWN = """
+from dataclasses import dataclass
+from optgen.formats import Field, Format, Plan
+from optgen.lang.values import cast
+from optgen.ops import dtypes
+
+@dataclass(frozen=True)
+class Mine(Format):
+    def fields(self):
+        return {"": Field(dtypes.bf16)}
+    def encode(self, x, *, noise=None, root=None):
+        return {"": cast(x, dtypes.bf16)}
+    def decode(self, parts, *, root=None):
+        return cast(parts[""], dtypes.f32)
+
+mine = Plan("A format of the user's own.", signed=Mine())
+"""
+
+
+def test_fuzz_says_that_no_bound_is_known_of_a_format(project: Path, run: Run) -> None:
+    (project / "specs").mkdir()
+    (project / "specs/plans.py").write_text(OWN, encoding="utf-8")
+    command = ("fuzz", "lion", "--plan", "mine", "-n", "2", "--steps", "1")
+    code, out, err = run(*command)
+    assert code == 1
+    assert "no bound is known for Mine: what it kept of exp_avg was not checked" in err
+    assert "2 examples, every other element within its bound" in out
+    code, out, _ = run(*command, "--json")
+    data = as_json(out)
+    assert (code, data["holds"], data["unknown"], data["reproduce"]) == (1, False, {"exp_avg": "Mine"}, "")
+
+
 def test_fuzz_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "optgen", "fuzz", "sgd", "--plan", "int8_split24", "--backend", "triton"]
     for maths in ("strict", "fast"):

@@ -355,17 +355,23 @@ def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
     worst = sorted(result.report.worst.values(), key=lambda w: -w.ratio) if result.report else []
     cases = {name: e.text() for name, e in result.worst_cases.items()}
     t.result |= {
-        "spec": spec, "plan": plan, "examples": result.examples, "holds": result.ok,
+        "spec": spec, "plan": plan, "examples": result.examples, "holds": result.ok and not result.unknown,
         "worst": [row(w) | {"case": cases.get(w.name, "")} for w in worst], "reproduce": result.reproduce,
-        "crash": result.crash,
+        "crash": result.crash, "unknown": dict(result.unknown),
     }  # fmt: skip
     columns = ("value", "error / bound", "error", "bound", "kept", "fp64 oracle")
     rows = [
         (w.name, f"{w.ratio:.4f}", f"{w.error:.3g}", f"{w.bound:.3g}", f"{w.got:.6g}", f"{w.exact:.6g}") for w in worst
     ]
     t.show(table("worst case found" if result.ok else "the shrunk failure", columns, rows))
+    if result.unknown:
+        t.fail()
+        for fmt in sorted(set(result.unknown.values())):
+            names = ", ".join(name for name, other in result.unknown.items() if other == fmt)
+            t.log(f"no bound is known for {fmt}: what it kept of {names} was not checked", "red")
     if result.ok:
-        t.show(f"{spec} under {plan}: {result.examples} examples, every element within its bound")
+        others = "every other element" if result.unknown else "every element"
+        t.show(f"{spec} under {plan}: {result.examples} examples, {others} within its bound")
         return
     t.fail()
     if result.crash:

@@ -179,7 +179,10 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
     gradients = [
         _numbers(example, example.g_scale, generator).clamp(-limit, limit).to(dtype) for _ in range(example.steps)
     ]
-    return trial.check_steps(storage, gradients)
+    unknown = {name: type(fmt).__name__ for name, fmt in storage.states.items() if fmt.bound() is None}
+    if storage.param.name != "f32" and storage.master.bound(storage.param) is None:
+        unknown["p"] = type(storage.master).__name__
+    return replace(trial.check_steps(storage, gradients), unknown=unknown)
 
 
 def _is_fast(backend: str, maths: Maths) -> bool:
@@ -203,6 +206,11 @@ class Result:
     @property
     def ok(self) -> bool:
         return self.failure is None
+
+    @property
+    def unknown(self) -> Mapping[str, str]:
+        """States of which nothing was checked, and their formats."""
+        return self.report.unknown if self.report else {}
 
 
 class _Violation(AssertionError):

@@ -368,11 +368,13 @@ class Report:
 
     broken   names of the values of which some element lies outside
     claimed  share of the elements about which something is promised
+    unknown  states in formats of which no bound is known, and these formats
     """
 
     worst: Mapping[str, Worst]
     broken: tuple[str, ...]
     claimed: float
+    unknown: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -385,7 +387,8 @@ class Report:
             if name not in worst or not w.ratio <= worst[name].ratio:
                 worst[name] = w
         broken = tuple(dict.fromkeys((*self.broken, *other.broken)))
-        return Report(worst, broken, min(self.claimed, other.claimed))
+        unknown = {**self.unknown, **other.unknown}
+        return Report(worst, broken, min(self.claimed, other.claimed), unknown)
 
 
 def compare(
