@@ -261,6 +261,15 @@ def test_a_fresh_state_decodes_to_zero(fmt: Format) -> None:
     assert torch.equal(fmt.decode(parts), torch.zeros(1, 1, size))
 
 
+@pytest.mark.parametrize("bits", [8, 7, 6, 5, 4, 3, 2])
+def test_a_fresh_code_is_zero_s(bits: int) -> None:
+    """Not only a code under a scale of 0, whose product may be -0."""
+    fmt = Blocked(bits, 64)
+    parts = {suffix: torch.tensor(f.zero, dtype=torch.uint8) for suffix, f in fmt.fields().items() if suffix != "scale"}
+    zeros = fmt.encode(torch.zeros(1, 1, 64))
+    assert int(fmt.code(parts)) == fmt.bias == int(torch.as_tensor(fmt.code(zeros)).unique())
+
+
 def code_of(fmt: Format, parts: dict[str, Tensor]) -> Tensor:
     """The code as a number that stochastic rounding keeps the mean of."""
     if isinstance(fmt, Float):
@@ -489,6 +498,45 @@ def test_headers_are_those_that_the_field_allows(fmt: Format) -> None:
         assert min(header >> 8 for header in found) == 0
     else:
         assert (min(found), max(found)) == (field.least, field.most)
+
+
+@pytest.mark.parametrize("bits", [7, 6, 5, 4])
+def test_a_block_within_a_unit_has_its_cells_for_itself(bits: int) -> None:
+    """The margin for what noise may do to an end is half a cell of the block, were it two units wider, and no more."""
+    fmt = LogMinMax(bits, 64)
+    half = 2.0**fmt.unit / (2 * cells_per_unit(fmt, 3))
+    start = 127 << 23
+    for inside, units in ((half + 8, 1), (half - 8, 2)):
+        for pattern in (start + int(inside), start + 2**fmt.unit - int(inside)):
+            value = torch.tensor(pattern, dtype=torch.int32).view(torch.float32)
+            parts = fmt.encode(value.square().expand(1, 1, 64), noise=noise(fmt.noise_bits, 0))
+            assert int(parts["range"]) & 0xFF == cells_per_unit(fmt, units), (inside, pattern - start)
+
+
+GRIDS = [LogMax(2, 16, 1.0), LogMax(), LogMax(4, 16, 3.0), LogMax(8, 16), LogMax(8, 16, 20)]
+
+
+def roots(fmt: LogMax, off: Tensor) -> Tensor:
+    """(blocks, 1, 16): every grid point moved by patterns, a block for each."""
+    points = torch.arange(fmt.codes, (fmt.highest - fmt.lowest) // fmt.step, dtype=torch.int64)
+    patterns = fmt.lowest + points[:, None] * fmt.step + off
+    return patterns.clamp(max=fmt.highest).to(torch.int32).view(torch.float32).reshape(-1, 1, 1).expand(-1, 1, 16)
+
+
+@pytest.mark.parametrize("fmt", GRIDS, ids=name_of)
+def test_the_largest_of_a_block_has_the_last_code(fmt: LogMax) -> None:
+    """To nearest, also where it lies a hair above the middle between two points, and roundings decide."""
+    largest = roots(fmt, (fmt.step >> 1) + torch.arange(-2, 12))
+    parts = fmt.encode(largest.square())
+    assert (fmt.code(parts) == fmt.codes).all()
+
+
+@pytest.mark.parametrize("fmt", GRIDS, ids=name_of)
+def test_a_maximum_on_the_grid_is_not_lifted_to_the_next_point(fmt: LogMax) -> None:
+    """Nor one that roundings put a hair above it: its block keeps the range that it has."""
+    parts = fmt.encode(roots(fmt, torch.arange(1)).square(), noise=noise(fmt.noise_bits, 0))
+    points = torch.arange(fmt.codes, (fmt.highest - fmt.lowest) // fmt.step)
+    assert torch.equal(parts["peak"].flatten().long(), points)
 
 
 def test_neighbours_keep_their_size_next_to_a_spike() -> None:

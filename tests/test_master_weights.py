@@ -539,6 +539,15 @@ def test_an_edit_that_contradicts_the_kept_weight_is_found(plan: str) -> None:
     assert all(torch.equal(got[name], shown[name].float()) for name, _ in trained(model))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_is_changed_where_it_is_two_places_from_the_kept_one(dtype: torch.dtype) -> None:
+    """No rounding, of which the stochastic ones reach both neighbours of the nearest number, is that far off."""
+    kept = torch.tensor([1.0, -1.0, 0.0, 3e-5])  # beside a power of two, a zero, and a subnormal number of fp16
+    places = kept.to(dtype).view(torch.int16)
+    for off, changed in ((0, False), (1, False), (2, True), (3, True)):
+        assert weights.edited((places + off).view(dtype), kept) is changed
+
+
 def test_an_edit_of_split_weights_costs_at_most_half_a_place() -> None:
     """The low half of any weight fits every other: what it adds to the new one is below half of its last place."""
     model, opt = ready("running", "split32")

@@ -227,6 +227,13 @@ def test_means_of_rows_and_columns_are_kept(name: str) -> None:
     assert not fmt.decode({"row": torch.zeros(3, 1), "col": torch.zeros(1, 4)}).any()
 
 
+def test_a_matrix_of_zeros_is_kept_as_the_least_numbers() -> None:
+    """As at a gradient of zeros: the mean of all rows, by which a row's is divided, is 0."""
+    parts = Factored().encode(torch.zeros(3, 4))
+    assert torch.equal(parts["row"], torch.full((3, 1), LOWEST))
+    assert torch.equal(Factored().decode(parts), torch.full((3, 4), SMALLEST_NORMAL))
+
+
 def test_a_stack_is_factored_matrix_by_matrix() -> None:
     x, fmt = random(3, 8, 9), Factored()
     parts = fmt.encode(x)

@@ -18,7 +18,7 @@ from optgen.formats import Blocked, Plan, floats, linear
 from optgen.formats.format import Field, Format, Noise
 from optgen.ir.node import postorder
 from optgen.lang import Spec, cbrt, flag, hyper, maximum, nonneg, optimizer, power, sqrt, state
-from optgen.lang.values import Num, cast, exp2, log2
+from optgen.lang.values import Num, cast, clip, exp2, log2, rint
 from optgen.lower import lower
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
@@ -360,3 +360,44 @@ def test_states_that_are_known_to_be_zero_are_stored_so(plan: str) -> None:
     assert len(stored[0]) >= 2
     for name, x in stored[1].items():
         assert harness.same_bits(stored[0][name], x), name
+
+
+@dataclass(frozen=True)
+class Counts(ByValue):
+    """Whole numbers from 0 to 100, stored with an odd bias."""
+
+    def fields(self) -> dict[str, Field]:
+        return {"": Field(dtypes.u8, zero=1)}
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return {"": cast(cast(rint(clip(x, 0.0, 100.0)), dtypes.i32) + 1, dtypes.u8)}
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        return cast(cast(parts[""], dtypes.i32) - 1, dtypes.f32)
+
+
+def test_ties_go_to_even_numbers_before_an_odd_bias_is_added(tmp_path: Path) -> None:
+    """Fast maths may round and add in one where that keeps which numbers are even."""
+    plan = Plan("a test", signed=Counts(), small_numel=0)
+    schedules = [harness.schedule(keeping, plan, "float32", maths) for maths in ("strict", "fast")]
+    pair = harness.Pair(keeping, schedules[0], tmp_path, kernels=schedules[1])
+    g = torch.arange(64) / 2
+    found = pair.buffers((64,), torch.zeros(64))
+    pair.run_triton(found, g, 1, 1, 1, lr=1.0)
+    assert torch.equal(found["kept"], g.round().to(torch.uint8) + 1)
+
+
+@optimizer(cite="a test")
+def shifted(p, g, kept=state(), *, lr=hyper(0.5, ge=0), shift=hyper(-2.0)):
+    kept = 0.5 * kept + g
+    p = p - lr * kept / (kept * kept + shift)
+    return p, kept
+
+
+@pytest.mark.parametrize("shift", [-2.0, -0.25, 0.5])
+def test_a_number_that_may_be_negative_stays_in_its_denominator(shift: float, tmp_path: Path) -> None:
+    """A rate that moves into the denominator divides what is added there, which counts as 2^-126 where it is 0."""
+    g = torch.linspace(-3, 3, 64)
+    found = kept_by(shifted, "fast", "triton", g, tmp_path, shift=shift)
+    exact = -0.5 * g.double() / (g.double().square() + shift)
+    torch.testing.assert_close(found["p"].double(), exact, rtol=1e-5, atol=0.0)
