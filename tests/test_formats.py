@@ -504,13 +504,13 @@ def test_headers_are_those_that_the_field_allows(fmt: Format) -> None:
 def test_a_block_within_a_unit_has_its_cells_for_itself(bits: int) -> None:
     """The margin for what noise may do to an end is half a cell of the block, were it two units wider, and no more."""
     fmt = LogMinMax(bits, 64)
-    half = 2.0**fmt.unit / (2 * cells_per_unit(fmt, 3))
+    half = 2.0**fmt.unit / (2 * (2**bits // 3))
     start = 127 << 23
     for inside, units in ((half + 8, 1), (half - 8, 2)):
         for pattern in (start + int(inside), start + 2**fmt.unit - int(inside)):
             value = torch.tensor(pattern, dtype=torch.int32).view(torch.float32)
             parts = fmt.encode(value.square().expand(1, 1, 64), noise=noise(fmt.noise_bits, 0))
-            assert int(parts["range"]) & 0xFF == cells_per_unit(fmt, units), (inside, pattern - start)
+            assert int(parts["range"]) & 0xFF == 2**bits // units, (inside, pattern - start)
 
 
 GRIDS = [LogMax(2, 16, 1.0), LogMax(), LogMax(4, 16, 3.0), LogMax(8, 16), LogMax(8, 16, 20)]
