@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,16 @@ from optgen.base.errors import UserError
 from optgen.ir.node import Node, postorder
 from optgen.lang import (
     Spec,
+    amax,
     cbrt,
     clip,
     col,
+    col_max,
     col_mean,
+    col_sum,
+    columns,
     dot,
+    elements,
     equal,
     flag,
     hyper,
@@ -33,6 +39,8 @@ from optgen.lang import (
     maximum,
     mean,
     minimum,
+    model_norm,
+    model_total,
     nonneg,
     norm,
     optimizer,
@@ -42,6 +50,8 @@ from optgen.lang import (
     row,
     row_max,
     row_mean,
+    row_sum,
+    rows,
     rsqrt,
     scalar,
     shape_flag,
@@ -832,6 +842,28 @@ def test_what_sympy_cannot_read_is_of_no_known_kind_and_takes_no_time(spec: Spec
     began = time.process_time()
     assert [recurrence(spec, None, s.name).kind for s in spec.states] == ["other", "other"]
     assert time.process_time() - began < 2
+
+
+REDUCTIONS_OF_ONE = (
+    amax, col_max, col_mean, col_sum, columns, elements, mat_mean, mean, model_norm, model_total, norm, rms, row_max,
+    row_mean, row_sum, rows, total,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reduced", REDUCTIONS_OF_ONE, ids=lambda f: f.__name__)
+def test_numbers_and_host_scalars_are_not_reduced(reduced: Callable[[Any], Any]) -> None:
+    for number in (0.5, 2, None):
+
+        @optimizer()
+        def rule(p, g, *, lr=hyper(1e-3, ge=0)):
+            p = p - lr * g * reduced(lr if number is None else number)  # noqa: B023
+            return p
+
+        with pytest.raises(UserError, match=r"got (the number (0\.5|0\.25|2|4)|host)") as caught:
+            rule.check()
+        assert caught.value.code == "E201"
+        assert "its sum is the number times columns(g)" in caught.value.hint
+    assert mean(0.5) == 0.5  # where no rule is traced
 
 
 # -- functions on values

@@ -11,7 +11,7 @@ from typing import Any
 
 from optgen.base.errors import UserError
 from optgen.ir import node as ir
-from optgen.lang.values import Num, Value, author_loc, reader_of, sqrt
+from optgen.lang.values import TRACED, Num, Value, author_loc, reader_of, sqrt
 from optgen.ops import spaces
 from optgen.ops.spaces import Space
 
@@ -20,13 +20,29 @@ _BELOW = {"row": ("elem",), "col": ("elem",), "mat": ("elem", "row", "col"), "te
 _BELOW["axis"] = ("col",)
 _BELOW["model"] = (*_BELOW["tensor"], "tensor")
 
+_OF_NUMBER = (
+    "a number is the same for every element: its mean and maximum are the number itself, its sum is the number times "
+    "columns(g), rows(g) or elements(g)"
+)
+
+
+def _check(x: Num, function: str, below: tuple[str, ...]) -> None:
+    """Raise UserError for a value of another space than those in `below`, or a number where a rule is traced."""
+    if isinstance(x, Value):
+        space = x.node.space
+    elif TRACED.get() and isinstance(x, (int, float)):
+        space = spaces.host
+    else:
+        return
+    if space.name in below:
+        return
+    hint = {"hint": _OF_NUMBER} if space == spaces.host else {}
+    got = space if isinstance(x, Value) else f"the number {x!r}"
+    raise UserError("E201", loc=author_loc(), function=function, want=" or ".join(below), got=got, **hint)
+
 
 def _reduce(op: str, x: Num, function: str) -> Any:
-    if isinstance(x, Value):
-        target = op.split("_")[0]
-        if x.node.space.name not in _BELOW[target]:
-            want = " or ".join(_BELOW[target])
-            raise UserError("E201", loc=author_loc(), function=function, want=want, got=x.node.space)
+    _check(x, function, _BELOW[op.split("_")[0]])
     return getattr(reader_of(x), op)(x)
 
 
@@ -36,9 +52,8 @@ def _extent(x: Value, name: str) -> Value:
 
 def _size(x: Num, name: str) -> Any:
     """How many rows, columns or elements the tensor has that x has a value per element of."""
+    _check(x, name, ("elem",))
     if isinstance(x, Value):
-        if x.node.space != spaces.elem:
-            raise UserError("E201", loc=author_loc(), function=name, want="elem", got=x.node.space)
         return _extent(x, name)
     shape = tuple(getattr(x, "shape", ()))
     return float(math.prod({"rows": shape[-2:-1], "columns": shape[-1:], "elements": shape}[name]))
@@ -74,8 +89,9 @@ def _count(x: Value, target: Space) -> Value:
 
 
 def _mean(op: str, x: Num, target: Space, function: str) -> Any:
+    _check(x, function, _BELOW[target.name])
     if isinstance(x, Value):
-        return _reduce(op, x, function) / _count(x, target)
+        return getattr(reader_of(x), op)(x) / _count(x, target)
     return getattr(reader_of(x), op.replace("_sum", "_mean"))(x)
 
 
@@ -107,8 +123,7 @@ def axis_max(x: Num) -> Num:
 
 def axis_min(x: Num) -> Num:
     """For each column the smallest of what its indices have: goes back from `axis_max` to columns."""
-    if isinstance(x, Value) and x.node.space != spaces.axis:
-        raise UserError("E201", loc=author_loc(), function="axis_min", want="axis", got=x.node.space)
+    _check(x, "axis_min", ("axis",))
     return reader_of(x).axis_min(x)
 
 

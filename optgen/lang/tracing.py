@@ -19,7 +19,7 @@ from optgen.lang.declare import HyperDecl
 from optgen.lang.refusals import MODULES, NO_TENSORS, called, indexed, instead_of, of_module
 from optgen.lang.source import Source, Statement
 from optgen.lang.spec import Spec, Trace
-from optgen.lang.values import Absent, Value, author_loc
+from optgen.lang.values import TRACED, Absent, Value, author_loc
 from optgen.ops import dtypes, spaces
 
 _REMEDY = {
@@ -107,12 +107,15 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
     for hs in spec.host_states:
         values[hs.name] = value(ir.sym(hs.name)) if spec.holds(hs.when, flags) else Absent(hs.name, hs.when or "")
     p, g = (value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("p", "g"))
+    traced = TRACED.set(True)
     try:
         new = spec.call(p, g, value(ir.sym("step")), values)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise _of_python(error, spec.loc, spec) from error
+    finally:
+        TRACED.reset(traced)
     tracer.finish()
     places = {name: loc for _, parts in spec.source.returns for name, loc in parts}
 

@@ -428,6 +428,10 @@ PRECISION: ContextVar[Any] = ContextVar("PRECISION", default=None)
 """The torch dtype in which a spec is being evaluated, for numbers that meet no tensor; None elsewhere."""
 
 
+TRACED: ContextVar[bool] = ContextVar("TRACED", default=False)
+"""True while a spec is being traced, where a plain number is one that its author wrote."""
+
+
 class TorchReader:
     """Computes with tensors, in their own dtype; integers are int32 and wrap."""
 
