@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import sympy
 import torch
 
+from optgen.backends import cpp, reference, triton
+from optgen.driver.compile import compile
 from optgen.driver.explain import UNKNOWN, memory
 from optgen.formats import Plan
-from optgen.ops import dtypes
+from optgen.ir import node as ir
+from optgen.ir.ranges import ranges
+from optgen.lang import hyper, optimizer, state
+from optgen.lang.plain import plain_formulas
+from optgen.lang.symbolic import formulas
+from optgen.ops import dtypes, prims, spaces
 from optgen.verify import bounds, lint
 from optgen.verify.differential import stored
 from optgen.verify.intervals import Interval
@@ -92,3 +102,65 @@ def test_what_a_format_states_does_not_hold_of_one_that_encodes_otherwise(tmp_pa
     assert mine.Bounded().bound() is not None
     with pytest.raises(bounds.UnknownBound, match="Other states none"):
         bounds.one_step_bound(Other())
+
+
+PRIMITIVES = '''
+import math
+
+from optgen.backends import cpp, reference, triton
+from optgen.backends.printer import ATOM
+from optgen.lang.values import exp2, primitive
+from optgen.ops.prims import Prim
+
+# Core: a spelling for each backend.
+relu = primitive(Prim("relu", "f", "max(x, 0)", number=lambda x: max(x, 0.0), tensor="relu", rises="+"))
+reference.SPELL["relu"] = lambda p, n: (f"{p.text(n.args[0], ATOM)}.clamp(min=0.0)", ATOM)
+triton.STRICT["relu"] = triton.FAST["relu"] = lambda p, n: (f"tl.maximum({p.text(n.args[0])}, 0.0)", ATOM)
+cpp.SPELL["relu"] = lambda p, n: (f"max({p.text(n.args[0])}, F(0.0f))", ATOM)
+
+# Not core: a definition, and nothing else.
+halve = primitive(
+    Prim("halve", "f", "2 ** -x", core=False, rises="-", number=lambda x: 2.0**-x, symbol=lambda m, x: m.Pow(2, -x)),
+    lambda x: exp2(-x),
+)
+'''
+
+
+def test_primitives_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in (prims.PRIMS, reference.SPELL, triton.STRICT, triton.FAST, cpp.SPELL):
+        for name in ("relu", "halve"):  # both are gone after the test
+            monkeypatch.setitem(table, name, None)
+    mine = module(tmp_path, "mine", PRIMITIVES)
+
+    @optimizer()
+    def gated(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
+        m = 0.9 * m + mine.relu(g) * mine.halve(abs(m))
+        p = p - lr * m
+        return p, m
+
+    gated.check()
+    assert formulas(gated)[0][1].has(sympy.Function("relu"))
+    assert "relu(g)" in plain_formulas(gated)[0]
+
+    generator = torch.Generator().manual_seed(1)
+    p, g, m = (torch.randn(16, 64, generator=generator, dtype=torch.float64).float().double() for _ in range(3))
+    _, exact, _ = gated.evaluate(p, g, 1, {"m": m})
+    assert torch.equal(exact["m"], 0.9 * m + g.clamp(min=0) * torch.exp2(-m.abs()))
+    _, inside, _ = gated.evaluate(*(Interval.point(x) for x in (p, g)), 1, {"m": Interval.point(m)})
+    assert inside["m"].known.all() and inside["m"].contains(exact["m"]).all()
+
+    x = ir.load("x", dtypes.f32, spaces.elem)
+    assert ranges([ir.op("relu", x)], {})[ir.op("relu", x).uid] == (0.0, math.inf)
+
+    made = compile(gated, "fp32", maths="strict")
+    folder = Path(sys.modules[made.__module__].__file__ or "").parent
+    text = "".join(file.read_text() for file in folder.rglob("*.*") if file.suffix in (".py", ".cpp"))
+    for spelled in ("g.clamp(min=0.0)", "tl.maximum(g, 0.0)", "max(g, F(0.0f))"):
+        assert spelled in text
+    assert "halve" not in text.replace("mine.halve", "")  # but in the comment
+    weight = torch.nn.Parameter(p.float())
+    optimizer_made = made([weight], plan="fp32", backend="reference")
+    weight.grad = g.float()
+    optimizer_made.step()
+    _, new, _ = gated.evaluate(p, g, 1)
+    torch.testing.assert_close(optimizer_made.state[weight]["m"].double(), new["m"], rtol=1e-6, atol=0)

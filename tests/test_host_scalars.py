@@ -87,7 +87,7 @@ def operands(name: str) -> list[Value]:
 @pytest.mark.parametrize("name", sorted(set(PRIMS) - ON_HOST))
 def test_what_the_host_does_not_spell_is_refused(name: str) -> None:
     with pytest.raises(UserError) as caught:
-        _op(name, *operands(name), attr=dtypes.f32 if PRIMS[name].result == "attr" else None)
+        _op(name, *operands(name), attr=dtypes.f32 if PRIMS[name].dtype == "attr" else None)
     assert caught.value.code in ("E103", "E205")
 
 

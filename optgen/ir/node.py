@@ -27,7 +27,7 @@ from typing import Any
 
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
-from optgen.ops.prims import GATHERS, PRIMS
+from optgen.ops.prims import PRIMS
 from optgen.ops.spaces import Space
 
 LEAVES = ("const", "sym", "load", "index", "key", "extent")
@@ -116,25 +116,11 @@ def op(name: str, *args: Node, attr: Any = None) -> Node:
     row = PRIMS[name]
     if len(args) != row.arity and row.arity >= 0:
         raise ValueError(f"{name} takes {row.arity} operands, got {len(args)}")
-    space = spaces.join_all([a.space for a in args])
-    if row.result == "bool":
-        dtype = dtypes.boolean
-    elif row.result == "attr":
-        dtype = attr
-    elif row.result in ("f32", "i32"):
-        dtype = dtypes.f32 if row.result == "f32" else dtypes.i32
-    elif row.result == "branch":
-        dtype = args[1].dtype
+    dtype: Any = attr if row.dtype == "attr" else row.dtype or args[-1].dtype
+    if not row.space:
+        space = spaces.join_all([a.space for a in args])
     else:
-        dtype = args[0].dtype
-    if name in ("block_max", "block_min"):
-        space = spaces.block(attr)
-    elif name in GATHERS:
-        space = Space(GATHERS[name])
-    elif name.endswith(("_sum", "_max")):
-        space = Space(name.split("_")[0])
-    elif name == "call":
-        space = spaces.elem
+        space = spaces.block(attr) if row.space == "block" else Space(row.space)
     return _make(name, args, attr, dtype, space)
 
 

@@ -17,19 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 from optgen.ir.node import Node, is_const
 from optgen.ops import dtypes, spaces
+from optgen.ops.dtypes import DType
+from optgen.ops.prims import PRIMS
 
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
 
-# Mantissa bits, smallest exponent and largest value of what kernels compute in and store.
-_FLOATS: Mapping[str, tuple[int, int, float]] = {
-    "f32": (24, -126, float.fromhex("0x1.fffffep127")),
-    "bf16": (8, -126, float.fromhex("0x1.fep127")),
-    "f16": (11, -14, 65504.0),
-}
-NORMAL = 2.0**-126  # the smallest normal f32
+NORMAL = dtypes.f32.normal
 RECIPROCAL_REACHES = 2.0**126  # the reciprocal of what is larger is subnormal: fast maths may make 0 of it
-FAST_ULP = 4  # units in the last place, of 2^-23: 3 of a fast division, reciprocal or root, 1 for the unit's own size
 
 _STORED: Mapping[str, Interval] = {
     "u8": (0, 255), "u4": (0, 15), "u2": (0, 3), "u1": (0, 1), "i8": (-128, 127), "i16": (-32768, 32767),
@@ -68,16 +63,15 @@ def _bits_of(x: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", x))[0])
 
 
-def _outward(x: float, up: bool, dtype: str = "f32") -> float:
+def _outward(x: float, up: bool, dtype: DType = dtypes.f32) -> float:
     """The number of a float type next to x on one side; x itself where the type has it."""
     if not math.isfinite(x):
         return x
-    digits, lowest, largest = _FLOATS[dtype]
-    step = math.ldexp(1.0, max(math.frexp(x)[1] - 1, lowest) - digits + 1)
+    step = math.ldexp(1.0, max(math.frexp(x)[1] - 1, dtype.lowest) - dtype.mantissa)
     out = (math.ceil if up else math.floor)(x / step) * step
-    if abs(out) <= largest:
+    if abs(out) <= dtype.largest:
         return out
-    beyond = math.inf if up == (out > 0) else largest
+    beyond = math.inf if up == (out > 0) else dtype.largest
     return math.copysign(beyond, out)
 
 
@@ -152,96 +146,126 @@ def _kept(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg
     # What comes from the host, constants too, is rounded to f32 on its way.
     floats = (x.space == spaces.host and x.dtype is dtypes.f32 for x in node.args)
     got = _of(node, [rounded(x) if host else x for x, host in zip(a, floats, strict=True)], scalars, nonneg)
-    if node.op == "cast" and node.dtype.name in _FLOATS:
-        return _outward(got[0], False, node.dtype.name), _outward(got[1], True, node.dtype.name)
-    if node.dtype is not dtypes.f32 or node.op not in _ROUNDS:
+    if node.op == "cast" and node.dtype.is_float and node.dtype is not dtypes.f64:
+        return _outward(got[0], False, node.dtype), _outward(got[1], True, node.dtype)
+    row = PRIMS.get(node.op)
+    if node.dtype is not dtypes.f32 or row is None or row.ulps is None:
         return got
-    return rounded(got, FAST_ULP if node.op in _APPROXIMATE else 0)
+    return rounded(got, row.ulps)
 
 
-_APPROXIMATE = ("div", "rcp", "sqrt")
-_ROUNDS = ("add", "sub", "mul", "fma", *_APPROXIMATE)
+Rule = Callable[[Node, list[Interval], Callable[[Node], bool]], Interval]
 
 
 def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: Callable[[Node], bool]) -> Interval:
-    op, args = node.op, node.args
-    if op == "const":
-        return float(node.attr), float(node.attr)
-    if op == "sym":
+    """Return the interval of the exact results: by the operation's rule, or as its row says that it rises."""
+    if node.op == "sym":
         return scalars.get(node.attr, ANY)
-    if op == "load":
-        return _STORED.get(node.dtype.name, _INT if node.dtype.is_int else ANY)
-    if op in ("add", "sub"):
-        y = a[1] if op == "add" else (-a[1][1], -a[1][0])
-        got = a[0][0] + y[0], a[0][1] + y[1]
-        got = (-math.inf if got[0] != got[0] else got[0], math.inf if got[1] != got[1] else got[1])
-        return _wrap(got) if node.dtype is dtypes.i32 else got
-    if op == "mul":
-        if node.dtype is not dtypes.f32:
-            return _wrap(_product(a[0], a[1]))
-        return _signed(_product(a[0], a[1]), args[0], args[1], nonneg)
-    if op == "fma":
-        product = _signed(_product(a[0], a[1]), args[0], args[1], nonneg)
-        low, high = product[0] + a[2][0], product[1] + a[2][1]
-        return (low if low == low else -math.inf), (high if high == high else math.inf)
-    if op == "div":
-        return _over_node(a[0], a[1], args[1], node)
-    if op == "rcp":
-        return _over_node((1.0, 1.0), a[0], args[0], node)
-    if op == "sqrt":
-        return math.sqrt(max(a[0][0], 0.0)), math.sqrt(max(a[0][1], 0.0))
-    if op in ("cbrt", "power") and a[0][0] >= 0:
-        return 0.0, math.inf
-    if op == "pow" and a[0][0] >= 0 and a[1][0] >= 0:
-        return (0.0, max(1.0, a[0][1])) if a[0][1] <= 1 else (0.0, math.inf)
-    if op == "neg":
-        return -a[0][1], -a[0][0]
-    if op == "abs":
-        low = 0.0 if a[0][0] <= 0 <= a[0][1] else min(abs(a[0][0]), abs(a[0][1]))
-        return low, max(abs(a[0][0]), abs(a[0][1]))
-    if op == "max":
-        return max(a[0][0], a[1][0]), max(a[0][1], a[1][1])
-    if op == "min":
-        return min(a[0][0], a[1][0]), min(a[0][1], a[1][1])
-    if op == "where":
-        return min(a[1][0], a[2][0]), max(a[1][1], a[2][1])
-    if op in ("floor", "rint"):
-        whole = math.floor if op == "floor" else round
-        return tuple(float(whole(x)) if math.isfinite(x) else x for x in a[0])  # type: ignore[return-value]
-    if op == "cast":
-        if node.dtype.is_float:
-            return a[0]
-        held = _STORED.get(node.dtype.name, _INT)
-        low, high = (x if math.isinf(x) else math.trunc(x) for x in a[0])  # floats are cut towards 0
-        return (low, high) if held[0] <= low and high <= held[1] else held
-    if op == "bitcast" and node.dtype is dtypes.f32:
-        return _float_bits(a[0])
-    if op == "bitcast" and node.dtype is dtypes.i32 and a[0][0] >= 0:
-        return (_bits_of(a[0][0]), _bits_of(a[0][1])) if a[0][1] < math.inf else (0, _INT[1])
-    if op == "and" and node.dtype is dtypes.i32:
-        masks = [x.attr for x in args if x.op == "const" and x.attr >= 0]
-        return (0, min(masks)) if masks else _INT
-    if op == "or" and node.dtype is dtypes.i32 and a[0][0] >= 0 and a[1][0] >= 0:
-        for x, y in (a, a[::-1]):
-            if y[0] == y[1] and x[1] < int(y[0]) & -int(y[0]):
-                return x[0] + y[0], x[1] + y[0]  # below the constant's lowest bit: a sum
-        # No bit above the highest of either side.
-        return max(a[0][0], a[1][0]), (1 << int(max(a[0][1], a[1][1])).bit_length()) - 1
-    if op == "lshr":
-        return 0, (1 << (32 - args[1].attr)) - 1
-    if op == "shr":
-        k = args[1].attr
-        return math.floor(a[0][0] / 2**k), math.floor(a[0][1] / 2**k)
-    if op == "shl":
-        k = args[1].attr
-        return _wrap((a[0][0] * 2**k, a[0][1] * 2**k))
-    if op in ("block_max", "block_min", "axis_max", "axis_min"):
-        return a[0]
-    if op == "lookup":
-        return min(node.attr.values), max(node.attr.values)
-    if op in ("search", "place"):
-        return 0, len(node.attr.values)
+    if node.op in _RULES:
+        return _RULES[node.op](node, a, nonneg)
+    row = PRIMS.get(node.op)
+    if row is None or not row.rises:
+        return _anything(node)
+    meaning = row.number or row.operator
+    assert meaning is not None
+    ends = [(x if side == "+" else x[::-1]) for x, side in zip(a, row.rises, strict=True)]
+    low, high = meaning(*(x[0] for x in ends)), meaning(*(x[1] for x in ends))
+    got = (low if low == low else -math.inf), (high if high == high else math.inf)
+    return _wrap(got) if node.dtype is dtypes.i32 and node.op in ("add", "sub") else got
+
+
+def _anything(node: Node) -> Interval:
     return _INT if node.dtype.is_int else ANY
+
+
+def _mul(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    product = _product(a[0], a[1])
+    return _wrap(product) if node.dtype is not dtypes.f32 else _signed(product, node.args[0], node.args[1], nonneg)
+
+
+def _fma(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    product = _signed(_product(a[0], a[1]), node.args[0], node.args[1], nonneg)
+    low, high = product[0] + a[2][0], product[1] + a[2][1]
+    return (low if low == low else -math.inf), (high if high == high else math.inf)
+
+
+def _abs(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    low, high = abs(a[0][0]), abs(a[0][1])
+    return (0.0 if a[0][0] <= 0 <= a[0][1] else min(low, high)), max(low, high)
+
+
+def _cast(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    if node.dtype.is_float:
+        return a[0]
+    held = _STORED.get(node.dtype.name, _INT)
+    low, high = (x if math.isinf(x) else math.trunc(x) for x in a[0])  # floats are cut towards 0
+    return (low, high) if held[0] <= low and high <= held[1] else held
+
+
+def _bitcast(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    if node.dtype is dtypes.f32:
+        return _float_bits(a[0])
+    if node.dtype is dtypes.i32 and a[0][0] >= 0:
+        return (_bits_of(a[0][0]), _bits_of(a[0][1])) if a[0][1] < math.inf else (0, _INT[1])
+    return _anything(node)
+
+
+def _and(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    if node.dtype is not dtypes.i32:
+        return ANY
+    masks = [x.attr for x in node.args if x.op == "const" and x.attr >= 0]
+    return (0, min(masks)) if masks else _INT
+
+
+def _or(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    if node.dtype is not dtypes.i32 or a[0][0] < 0 or a[1][0] < 0:
+        return _anything(node)
+    for x, y in (a, a[::-1]):
+        if y[0] == y[1] and x[1] < int(y[0]) & -int(y[0]):
+            return x[0] + y[0], x[1] + y[0]  # below the constant's lowest bit: a sum
+    # No bit above the highest of either side.
+    return max(a[0][0], a[1][0]), (1 << int(max(a[0][1], a[1][1])).bit_length()) - 1
+
+
+def _root(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    return (0.0, math.inf) if a[0][0] >= 0 else ANY
+
+
+def _pow(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    if a[0][0] < 0 or a[1][0] < 0:
+        return ANY
+    return (0.0, max(1.0, a[0][1])) if a[0][1] <= 1 else (0.0, math.inf)
+
+
+def _shr(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    k = node.args[1].attr
+    return math.floor(a[0][0] / 2**k), math.floor(a[0][1] / 2**k)
+
+
+def _first(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    return a[0]
+
+
+def _numbered(node: Node, a: list[Interval], nonneg: Callable[[Node], bool]) -> Interval:
+    return 0, len(node.attr.values)
+
+
+_RULES: Mapping[str, Rule] = {
+    "const": lambda n, a, s: (float(n.attr), float(n.attr)),
+    "load": lambda n, a, s: _STORED.get(n.dtype.name, _anything(n)),
+    "mul": _mul, "fma": _fma, "abs": _abs, "cast": _cast, "bitcast": _bitcast, "and": _and, "or": _or, "pow": _pow,
+    "div": lambda n, a, s: _over_node(a[0], a[1], n.args[1], n),
+    "rcp": lambda n, a, s: _over_node((1.0, 1.0), a[0], n.args[0], n),
+    "sqrt": lambda n, a, s: (math.sqrt(max(a[0][0], 0.0)), math.sqrt(max(a[0][1], 0.0))),
+    "cbrt": _root, "power": _root, "shr": _shr,
+    "where": lambda n, a, s: (min(a[1][0], a[2][0]), max(a[1][1], a[2][1])),
+    "lshr": lambda n, a, s: (0, (1 << (32 - n.args[1].attr)) - 1),
+    "shl": lambda n, a, s: _wrap((a[0][0] * 2 ** n.args[1].attr, a[0][1] * 2 ** n.args[1].attr)),
+    "block_max": _first, "block_min": _first, "axis_max": _first, "axis_min": _first,
+    "lookup": lambda n, a, s: (min(n.attr.values), max(n.attr.values)),
+    "search": _numbered, "place": _numbered,
+}  # fmt: skip
+"""Of operations whose intervals do not follow from the ends of their operands alone."""
 
 
 def _over_node(x: Interval, y: Interval, divisor: Node, node: Node) -> Interval:

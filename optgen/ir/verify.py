@@ -17,31 +17,32 @@ class BrokenIR(Exception):
     """A stage made something that the next one cannot read: a fault of the compiler, not of the user."""
 
 
+_KINDS: dict[str, tuple[Callable[[Node], bool], str]] = {
+    "f": (lambda x: x.dtype is dtypes.f32, "f32"),
+    "i": (lambda x: x.dtype is dtypes.i32, "i32"),
+    "b": (lambda x: x.dtype is dtypes.boolean, "a condition"),
+    "k": (lambda x: x.dtype is dtypes.i32 and x.op == "const", "an i32 constant"),
+    "c": (lambda x: x.dtype in (dtypes.boolean, dtypes.i32), "a condition or an i32"),
+    "h": (lambda x: x.space == spaces.host, "in host space"),
+}
+
+
 def _operands(node: Node) -> Iterator[str]:
-    if node.op not in PRIMS:
+    """Yield where operands are not those that the primitive's row takes."""
+    row = PRIMS.get(node.op)
+    if row is None:
         return
-    kinds = [a.dtype for a in node.args]
-    if node.op in ("add", "sub", "mul", "min", "max", "lt", "le", "eq", "ne", "fma", "div") and len(set(kinds)) > 1:
-        yield f"{node.op} of different dtypes {kinds}"
-    if node.op == "where" and (kinds[0] is not dtypes.boolean or kinds[1] != kinds[2]):
-        yield f"where of {kinds}"
-    if node.op in ("sqrt", "div", "floor", "rint", "fma", "rcp", "rsqrt") and any(k is not dtypes.f32 for k in kinds):
-        yield f"{node.op} of {kinds}"
-    if node.op in ("shl", "shr", "lshr") and (kinds[0] is not dtypes.i32 or node.args[1].op != "const"):
-        yield f"{node.op} shifts an i32 by a constant, got {kinds}"
+    for x, letter in zip(node.args, row.takes, strict=False):
+        if letter in _KINDS and not _KINDS[letter][0](x):
+            yield f"{node.op} takes {_KINDS[letter][1]}, got {x.dtype} in {x.space}"
+    alike = {x.dtype for x, letter in zip(node.args, row.takes, strict=False) if letter in "nx"}
+    if len(alike) > 1:
+        yield f"{node.op} of different dtypes {alike}"
     if node.op == "bitcast" and node.args[0].dtype.bits != node.dtype.bits:
         yield f"bitcast {node.args[0].dtype} -> {node.dtype}"
-    if node.op in ("block_max", "block_min") and kinds[0] is not dtypes.i32:
-        yield f"{node.op} of {kinds[0]}: floats are compared by their bits"
-    if node.op in ("lookup", "search", "place") and kinds[0] is not (dtypes.i32 if node.op == "lookup" else dtypes.f32):
-        yield f"{node.op} of {kinds[0]}"
-    if node.op == "rotl" and any(k is not dtypes.i32 for k in kinds):
-        yield f"rotl of {kinds}"
-    if node.op == "call" and (kinds[0] is not dtypes.f32 or any(a.space != spaces.host for a in node.args[1:])):
-        yield f"call of {kinds}: one f32 per element, then host scalars"
-    if node.op in ("power", "power_signed") and node.args[1].space != spaces.host:
-        yield f"{node.op} with an exponent outside host space"
-    if node.op in ("pow", "exp", "log") and node.space != spaces.host:
+    if node.op == "call" and any(a.space != spaces.host for a in node.args[1:]):
+        yield "call of more than one value per element: the others are host scalars"
+    if row.host == "only" and node.space != spaces.host:
         yield f"{node.op} outside host space"
 
 

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 
 from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec
+from optgen.ops.prims import PRIMS
 
-INFIX = {
-    # op -> (spelling, how tightly it binds, whether a right operand that binds as tightly needs parentheses)
-    # As in Python, where comparisons bind less than & and |.
-    "lt": ("<", 1, True), "le": ("<=", 1, True), "eq": ("==", 1, True), "ne": ("!=", 1, True),
-    "or": ("|", 2, False), "xor": ("^", 3, True), "and": ("&", 4, False),
-    "add": ("+", 5, True), "sub": ("-", 5, True), "mul": ("*", 6, True), "div": ("/", 6, True),
-}  # fmt: skip
-CALLS = {"max": "max", "min": "min", "abs": "abs"}
 PREFIX, POWER, ATOM = 7, 8, 9
 
 
@@ -56,7 +49,9 @@ def _number(x: float | bool) -> str:
 
 
 def _infix(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
-    mark, binds, strict = INFIX[node.op]
+    infix = PRIMS[node.op].infix
+    assert infix is not None
+    mark, binds, strict = infix
     if node.op in ("lt", "le") and node.args[0].op == "const":
         mark, parts = mark.replace("<", ">"), parts[::-1]  # t > 1 rather than 1 < t
     (left, a), (right, b) = parts
@@ -67,7 +62,7 @@ def _infix(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
 
 def _text(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
     """The text of a node whose operands are done, and how tightly it binds."""
-    if node.op in INFIX:
+    if PRIMS[node.op].infix is not None:
         return _infix(node, parts)
     if node.op in ("neg", "not"):
         text, binds = parts[0]
@@ -78,7 +73,7 @@ def _text(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
     if node.op == "where":
         (c, _), (a_text, _), (b_text, _) = parts
         return f"({a_text} if {c} else {b_text})", ATOM
-    return f"{CALLS.get(node.op, node.op)}({', '.join(t for t, _ in parts)})", ATOM
+    return f"{node.op}({', '.join(t for t, _ in parts)})", ATOM
 
 
 def _expression(root: Node, known: Mapping[int, str]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from optgen.base.errors import UserError
@@ -20,7 +21,7 @@ from optgen.base.loc import Loc
 from optgen.ir.node import Node, postorder
 from optgen.ir.ranges import Intervals, corrections
 from optgen.ops import dtypes, spaces
-from optgen.ops.prims import REDUCTIONS
+from optgen.ops.prims import PRIMS, REDUCTIONS
 
 if TYPE_CHECKING:
     from optgen.lang.spec import Spec, Trace
@@ -29,7 +30,6 @@ P = (0.0, 0.5)
 G = (0.0, 1e-3, -2.0)
 STEPS = 3
 LATE = 10**6  # a step of a long training: what grows with t has overflowed by then
-SMALLEST = 2.0**-126  # the smallest normal number of fp32
 TOO_SMALL = "is below fp32's normal numbers: take a larger one, such as 1e-30"
 OF_SIZE = "a negative number has real powers of whole exponents only: abs(x) ** y, times sign(x) where that is meant"
 Grid = tuple[tuple[float, float], ...]  # (p, g) of each element, row by row
@@ -63,19 +63,23 @@ def _propagating(pick: Callable[..., float]) -> Callable[[float, float], float]:
     return lambda a, b: math.nan if math.isnan(a) or math.isnan(b) else pick(a, b)
 
 
-_EVAL: dict[str, Callable[..., float]] = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a,
-    "div": _div, "fma": lambda a, b, c: a * b + c, "abs": abs, "min": _propagating(min), "max": _propagating(max),
-    "sqrt": _total(math.sqrt), "floor": _total(math.floor), "rint": _total(round), "pow": _total(lambda a, b: a**b),
-    "power": _power,
-    "exp": _total(math.exp), "log": _total(math.log), "exp2": _total(lambda a: 2.0**a), "log2": _total(math.log2),
-    "rsqrt": lambda a: _div(1.0, _total(math.sqrt)(a)), "rcp": lambda a: _div(1.0, a), "cbrt": _total(math.cbrt),
-    "sign": lambda a: a if math.isnan(a) else float((a > 0) - (a < 0)),
-    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
-    "and": lambda a, b: bool(a) and bool(b), "or": lambda a, b: bool(a) or bool(b), "not": lambda a: not a,
-    "xor": lambda a, b: bool(a) != bool(b), "where": lambda c, a, b: a if c else b, "cast": lambda a: a,
+_IEEE: dict[str, Callable[..., float]] = {
+    "div": _div, "min": _propagating(min), "max": _propagating(max), "power": _power, "cast": lambda a: a,
+    "pow": _total(lambda a, b: a**b), "rsqrt": lambda a: _div(1.0, _total(math.sqrt)(a)), "rcp": lambda a: _div(1.0, a),
     "call": lambda a, *rest: a,  # whole matrices are not what this looks at
 }  # fmt: skip
+"""What is not the meaning that the row has, or an infinity or NaN where that raises."""
+
+
+@lru_cache
+def _meaning(op: str) -> Callable[..., float]:
+    """Return an operation on numbers, as IEEE has it."""
+    row = PRIMS[op]
+    meaning = _IEEE.get(op) or row.number or row.operator
+    if meaning is None:
+        raise NotImplementedError(f"the primitive {op} says no `number`: what it makes of Python's")
+    return _total(meaning) if "f" in row.takes and op not in _IEEE else meaning
+
 
 Values = dict[int, list[float]]  # node uid -> value at each element
 
@@ -114,7 +118,7 @@ class Run:
         if node.op == "extent":
             rows = self.size // self.columns
             return [float({"rows": rows, "columns": self.columns, "elements": self.size}[node.attr])] * self.size
-        return [float(node.attr)] * self.size
+        return [node.attr] * self.size
 
     def values(self, roots: list[Node], scalars: Mapping[str, float], kept: Mapping[str, list[float]]) -> Values:
         out: Values = {}
@@ -127,7 +131,7 @@ class Run:
                 out[node.uid] = [float(pick(x[j] for j in self.group(node, i))) for i in range(self.size)]
             else:
                 columns = [[taken(node, a, x) for x in out[a.uid]] for a in node.args]
-                out[node.uid] = [_EVAL[node.op](*x) for x in zip(*columns, strict=True)]
+                out[node.uid] = [_meaning(node.op)(*x) for x in zip(*columns, strict=True)]
         return out
 
 
@@ -138,7 +142,7 @@ def taken(user: Node, operand: Node, x: float) -> float:
     """
     if operand.space != spaces.host or user.space == spaces.host or operand.dtype is not dtypes.f32:
         return x
-    if abs(x) < SMALLEST:
+    if abs(x) < dtypes.f32.normal:
         return 0.0
     got = dtypes.in_f32(x)
     return got if math.isinf(got) else x

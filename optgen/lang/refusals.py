@@ -9,17 +9,17 @@ import sys
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.lang.source import Span, smallest, span_of, within
+from optgen.ops.prims import PRIMS
 
-# Python's function -> ours.
+# Python's function -> ours, where that is not the primitive of its name.
 _FUNCTIONS = {
-    "max": "maximum(a, b)", "min": "minimum(a, b)", "sqrt": "sqrt(x)", "exp": "exp(x)", "log": "log(x)",
-    "log2": "log(x) / log(2.0)", "exp2": "2.0 ** x", "floor": "floor(x)", "fabs": "abs(x)",
-    "cbrt": "cbrt(x)", "pow": "x ** y", "rsqrt": "rsqrt(x)", "sign": "sign(x)", "where": "where(c, a, b)",
-    "maximum": "maximum(a, b)", "minimum": "minimum(a, b)", "clamp": "clip(x, low, high)", "clip": "clip(x, low, high)",
-    "abs": "abs(x)", "isclose": "abs(a - b) < tolerance", "copysign": "abs(x) * sign(y)", "square": "square(x)",
-    "round": "rint(x)", "ceil": "-floor(-x)", "lerp": "a + weight * (b - a)", "norm": "norm(x)", "sum": "total(x)",
-    "mean": "mean(x)", "amax": "amax(x)", "dot": "dot(a, b)",
+    "max": "maximum(a, b)", "min": "minimum(a, b)", "log2": "log(x) / log(2.0)", "exp2": "2.0 ** x", "fabs": "abs(x)",
+    "pow": "x ** y", "maximum": "maximum(a, b)", "minimum": "minimum(a, b)", "clamp": "clip(x, low, high)",
+    "clip": "clip(x, low, high)", "isclose": "abs(a - b) < tolerance", "copysign": "abs(x) * sign(y)",
+    "square": "square(x)", "round": "rint(x)", "ceil": "-floor(-x)", "lerp": "a + weight * (b - a)", "norm": "norm(x)",
+    "sum": "total(x)", "mean": "mean(x)", "amax": "amax(x)", "dot": "dot(a, b)",
 }  # fmt: skip
+_OPERANDS = {1: "x", 2: "a, b", 3: "c, a, b"}
 FUNCTIONS = "sqrt, rsqrt, cbrt, square, power, exp, log, sign, floor, rint, maximum, minimum, clip, equal and where"
 _TRUTH = {
     "max": "", "min": "", "sorted": "use maximum(a, b) and minimum(a, b) from optgen.lang",
@@ -55,9 +55,17 @@ def indexed(loc: Loc) -> str:
     return getattr(found.value, "id", "") if isinstance(found, ast.Subscript) else ""
 
 
+def _ours(name: str) -> str:
+    """Return our expression for a function of Python's of that name, or nothing."""
+    row = PRIMS.get(name)
+    if name in _FUNCTIONS or row is None or name not in (*sys.modules["optgen.lang"].__dict__["__all__"], "abs"):
+        return _FUNCTIONS.get(name, "")
+    return f"{name}({_OPERANDS[row.arity]})"
+
+
 def instead_of(name: str) -> str:
-    """The hint that names our function for Python's, or nothing."""
-    ours = _FUNCTIONS.get(name, "")
+    """Return the hint that names our function for Python's, or nothing."""
+    ours = _ours(name)
     known = sys.modules["optgen.lang"].__dict__["__all__"]
     from_lang = any(word in known for word in re.findall(r"(\w+)\(", ours))
     return f"use {ours}" + (" from optgen.lang" if from_lang else "") if ours else ""
@@ -86,7 +94,7 @@ def product(loc: Loc) -> UserError:
 def number(loc: Loc, default: str) -> UserError:
     """float() and int(), asked for directly or by a function of the math module."""
     name, written = called(loc)
-    if name in _FUNCTIONS:
+    if _ours(name):
         return UserError("E102", loc=loc, what=f"{written}()", hint=instead_of(name))
     what = f"{written}()" if written else default
     return UserError("E102", loc=loc, what=what, hint="a value has no number while the spec is traced")
@@ -95,7 +103,7 @@ def number(loc: Loc, default: str) -> UserError:
 def iteration(loc: Loc) -> UserError:
     """iter(), asked for by an unpacking, a loop or a function such as sum()."""
     name, written = called(loc)
-    if name in _FUNCTIONS:
+    if _ours(name):
         return UserError("E102", loc=loc, what=f"{written}()", hint=instead_of(name))
     return UserError("E102", loc=loc, what="unpacking", hint="only a tuple hyper-parameter has parts")
 

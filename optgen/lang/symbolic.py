@@ -17,32 +17,12 @@ from optgen.ir.node import Node, postorder
 from optgen.lang.plain import names, plain_formulas
 from optgen.lang.spec import Spec
 from optgen.ops import spaces
+from optgen.ops.prims import symbol
 
 __all__ = ["Formula", "Recurrence", "formulas", "latex", "plain_formulas", "recurrence"]
 
 Kind = Literal["ema", "sum", "max", "min", "previous", "multiplicative", "constant", "other"]
 Formula = tuple[str, sympy.Expr]
-
-_FUNCTIONS = {
-    "sqrt": lambda x: sympy.Pow(x, sympy.Rational(1, 2)),
-    "rsqrt": lambda x: sympy.Pow(x, sympy.Rational(-1, 2)),
-    "cbrt": lambda x: sympy.Pow(x, sympy.Rational(1, 3)),
-    "rcp": lambda x: sympy.Pow(x, -1),
-    "neg": lambda x: sympy.Mul(-1, x), "power": sympy.Pow,
-    "add": sympy.Add, "mul": sympy.Mul, "pow": sympy.Pow, "abs": sympy.Abs, "sign": sympy.sign, "exp": sympy.exp,
-    "sub": lambda a, b: sympy.Add(a, _negated(b)), "div": lambda a, b: sympy.Mul(a, sympy.Pow(b, -1)),
-    "log": sympy.log, "exp2": lambda x: sympy.Pow(2, x), "log2": lambda x: sympy.log(x) / sympy.log(2),
-    "floor": sympy.floor, "max": sympy.Max, "min": sympy.Min,
-    "lt": sympy.StrictLessThan, "le": sympy.LessThan, "eq": sympy.Eq, "ne": sympy.Ne,
-    "and": sympy.And, "or": sympy.Or, "not": sympy.Not, "xor": sympy.Xor,
-    "where": lambda c, a, b: sympy.Piecewise((a, c), (b, True)),
-}  # fmt: skip
-
-
-def _negated(x: sympy.Expr) -> sympy.Expr:
-    """-x; of a number the negative number, so that t - 1 does not read t - 1 * 1."""
-    return _number(-float(x)) if x.is_Number else sympy.Mul(-1, x)
-
 
 def _number(x: float | bool) -> sympy.Basic:
     if isinstance(x, bool):
@@ -61,8 +41,7 @@ def _expression(root: Node, known: Mapping[int, sympy.Expr]) -> Any:
         elif not node.args:
             memo[node.uid] = known.get(node.uid, sympy.Symbol(str(node.attr or node.op)))
         else:
-            make = _FUNCTIONS.get(node.op) or sympy.Function(node.op)
-            memo[node.uid] = make(*(memo[a.uid] for a in node.args))
+            memo[node.uid] = symbol(node.op, sympy)(*(memo[a.uid] for a in node.args))
     return memo[root.uid]
 
 

@@ -18,6 +18,7 @@ import operator
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from optgen.base import loc as locs
@@ -28,7 +29,7 @@ from optgen.ir.node import Node
 from optgen.lang import refusals
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
-from optgen.ops.prims import GATHERS, ON_HOST, REDUCTIONS
+from optgen.ops.prims import GATHERS, PRIMS, Prim, symbol
 from optgen.ops.tables import Table
 
 Num = Any  # Value | Tensor | sympy.Basic | float: whatever a reader reads
@@ -299,45 +300,38 @@ def _check_numbers(nodes: list[Node]) -> None:
             )  # fmt: skip
 
 
-_FLOAT = frozenset("search place div sqrt floor rint pow power exp log rsqrt rcp exp2 log2 cbrt".split())
-_ARITHMETIC = _FLOAT | set("add sub mul neg min max abs sign lt le".split()) | {*REDUCTIONS, *GATHERS}
-_HOST_ONLY = {"pow": "x ** y with a variable exponent", "exp": "exp()", "log": "log()"}
-_SPELLED = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "and": "&", "or": "|", "xor": "^",
-            "not": "~", "shl": "<<", "shr": ">>", "neg": "-", "max": "maximum", "min": "minimum",
-            "eq": "equal"}  # fmt: skip
-
-
 def _check_operands(name: str, nodes: list[Node]) -> None:
     """Raises UserError where an operation does not take such dtypes or spaces."""
     kinds = [n.dtype for n in nodes]
     got = " and ".join(dict.fromkeys(k.name for k in kinds))
-    shown = _SPELLED.get(name, f"{name}()")
+    row = PRIMS[name]
+    shown = row.spelled
     if name == "where" and kinds[0] is not dtypes.boolean:
         got, hint = kinds[0].name, "compare it: where(x > 0, a, b)"
         raise UserError("E103", loc=author_loc(), function=shown, want="a condition first", got=got, hint=hint)
-    if name in _ARITHMETIC and dtypes.boolean in kinds:
+    if row.arithmetic and dtypes.boolean in kinds:
         hint = "turn a condition into a number: where(c, 1.0, 0.0)"
         raise UserError("E103", loc=author_loc(), function=shown, want="numbers", got=got, hint=hint)
-    if name in ("and", "or", "xor", "not") and any(k.is_float for k in kinds):
+    if "c" in row.takes and any(k.is_float for k in kinds):
         hint = f"`{shown}` binds more tightly than a comparison: (a > 0) {shown} (b > 0)" if len(nodes) == 2 else ""
         raise UserError("E103", loc=author_loc(), function=shown, want="conditions or integers", got=got, hint=hint)
-    if name in _FLOAT and any(k.is_int for k in kinds):
+    if "f" in row.takes and any(k.is_int for k in kinds):
         raise UserError("E103", loc=author_loc(), function=shown, want="real numbers", got=got)
     if len({k.is_float for k in kinds if k is not dtypes.boolean}) > 1:
         raise UserError("E103", loc=author_loc(), function=shown, want="real numbers or integers, not both", got=got)
-    if name in _HOST_ONLY and any(n.space != spaces.host for n in nodes):
+    if row.host == "only" and any(n.space != spaces.host for n in nodes):
         space = next(n.space for n in nodes if n.space != spaces.host)
-        raise UserError("E202", loc=author_loc(), function=_HOST_ONLY[name], got=space)
+        raise UserError("E202", loc=author_loc(), function=shown, got=space)
     # Keys of random bits are i32; constants alone are computed by whoever takes them.
     scalars = all(n.space == spaces.host and not n.dtype.is_int for n in nodes)
-    if name not in ON_HOST and scalars and any(n.op != "const" for n in nodes):
+    if not row.host and scalars and any(n.op != "const" for n in nodes):
         raise UserError("E205", loc=author_loc(), function=shown)
 
 
 def _op(name: str, *args: Num, attr: Any = None) -> Value:
     values = [a for a in args if isinstance(a, Value)]
     # For where(c, x, y) the dtype comes from the branches, not from the condition.
-    if name in _ARITHMETIC:
+    if PRIMS[name].arithmetic:
         args = tuple(float(a) if isinstance(a, bool) else a for a in args)  # flags count as 0 and 1
     branch = args[1:] if name == "where" else args
     like = next((a.node.dtype for a in branch if isinstance(a, Value)), dtypes.f32)
@@ -373,55 +367,17 @@ def _overflowing(f: Callable[..., float]) -> Callable[..., float]:
     return safe
 
 
-def _power(a: float, b: float) -> float:
-    out: Any = float(a) ** b
-    return math.nan if isinstance(out, complex) else float(out)
-
-
 class MathReader:
-    """Computes with Python numbers."""
-
-    sqrt, log, floor = (staticmethod(f) for f in (math.sqrt, math.log, math.floor))
-    exp, exp2, pow, power = (staticmethod(_overflowing(f)) for f in (math.exp, math.exp2, _power, _power))
-    max, min, abs = staticmethod(max), staticmethod(min), staticmethod(abs)
-
-    @staticmethod
-    def rsqrt(x: float) -> float:
-        return 1 / math.sqrt(x)
-
-    @staticmethod
-    def rcp(x: float) -> float:
-        return 1 / x
-
-    @staticmethod
-    def cbrt(x: float) -> float:
-        return math.cbrt(x)
-
-    @staticmethod
-    def log2(x: float) -> float:
-        return math.log2(x)
-
-    @staticmethod
-    def sign(x: float) -> float:
-        return float((x > 0) - (x < 0)) if x == x else x
-
-    @staticmethod
-    def rint(x: float) -> float:
-        return float(round(x))
-
-    @staticmethod
-    def where(c: bool, a: Num, b: Num) -> Num:
-        return a if c else b
-
-    @staticmethod
-    def eq(a: float, b: float) -> bool:
-        return a == b
+    """Computes with Python numbers, as the rows of ops/prims.py say."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # A number is its own mean, sum and maximum.
         if name.endswith(("_sum", "_max", "_mean")) or name in GATHERS:
             return lambda x: x
-        raise AttributeError(name)
+        meaning = (PRIMS[name].number or PRIMS[name].operator) if name in PRIMS else None
+        if meaning is None:
+            raise AttributeError(name)
+        return _overflowing(meaning)
 
 
 PRECISION: ContextVar[Any] = ContextVar("PRECISION", default=None)
@@ -438,10 +394,8 @@ class TorchReader:
     def __getattr__(self, name: str) -> Any:
         import torch
 
-        direct = {"floor": torch.floor, "rint": torch.round, "exp": torch.exp}
-        direct |= {"log": torch.log, "abs": torch.abs, "exp2": torch.exp2, "log2": torch.log2, "not": torch.logical_not}
-        if name in direct:
-            return direct[name]
+        if name in PRIMS and PRIMS[name].tensor:
+            return getattr(torch, PRIMS[name].tensor)
         if name in GATHERS:
             return lambda x: x  # the columns of a tensor of rows and columns are made of one dimension
         if name.split("_")[0] in ("row", "col", "mat", "tensor", "model"):
@@ -566,17 +520,7 @@ class SympyReader:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import sympy
 
-        table: dict[str, Callable[..., Any]] = {
-            "sqrt": sympy.sqrt, "sign": sympy.sign, "floor": sympy.floor, "abs": sympy.Abs, "exp": sympy.exp,
-            "log": sympy.log, "max": sympy.Max, "min": sympy.Min, "eq": sympy.Eq, "pow": sympy.Pow, "not": sympy.Not,
-            "rsqrt": lambda x: 1 / sympy.sqrt(x), "rcp": lambda x: 1 / x, "cbrt": sympy.cbrt,
-            "exp2": lambda x: 2**x, "log2": lambda x: sympy.log(x, 2), "rint": sympy.Function("rint"),
-            "where": lambda c, a, b: sympy.Piecewise((a, c), (b, True)),
-        }  # fmt: skip
-        if name.endswith(("_sum", "_max", "_mean")) or name in GATHERS:
-            make: Callable[..., Any] = sympy.Function(name)
-            return make
-        return table[name]
+        return symbol(name, sympy)
 
 
 _TRACE, _MATH, _TORCH, _SYMPY = TraceReader(), MathReader(), TorchReader(), SympyReader()
@@ -596,6 +540,28 @@ def reader_of(*args: Num) -> Any:
         if module.startswith("sympy"):
             return _SYMPY
     return _MATH
+
+
+def primitive(row: Prim, means: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Add a primitive of your own and return its function, which works on all that functions here work on.
+
+    row    its row in the table of primitives.  Where it is `core`, spellings belong into the tables of the backends
+    means  its definition over the functions of optgen.lang: what is compiled where it is not core, and what readings
+           compute for which the row has no meaning
+    """
+    if means is not None and not row.core:
+        row = replace(row, means=lambda *nodes: lift(means(*map(Value, nodes))))
+    PRIMS[row.name] = row
+
+    def function(*operands: Num) -> Num:
+        reader = reader_of(*operands)
+        stated = {_TRACE: True, _MATH: row.number, _TORCH: row.tensor, _SYMPY: row.symbol or means is None}
+        if means is not None and not stated.get(reader):
+            return means(*operands)
+        return getattr(reader, row.name)(*operands)
+
+    function.__name__, function.__doc__ = row.name, row.doc
+    return function
 
 
 # -- the functions

@@ -1,115 +1,202 @@
-"""The alphabet: one row per primitive.
+"""The alphabet: one row per primitive, read by every reader.
 
-`core` primitives are the ones every backend spells; every other row has `means`, its definition in core
-primitives, and backends that have a faster native form may spell it themselves (fast maths only, unless
-the row is `exact`).  `arity` counts operands; `result` says the dtype: "same" as the operands, "bool", "attr",
-"branch" or a named dtype.
+`core` primitives are the ones every backend spells.  Every other row is decomposed into core ones (`means`, or
+passes/decompose.py), and backends that have a faster form may spell it themselves (fast maths only).
+
+To add one, put a row into PRIMS (`optgen.lang.values.primitive`) and, where it is core, a spelling into the tables of
+the backends.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from optgen.ops.dtypes import DType, boolean, f32, i32
 
 
 @dataclass(frozen=True)
 class Prim:
-    name: str
-    arity: int
-    result: str = "same"
-    core: bool = True
-    doc: str = ""
+    """One operation.
 
+    takes     a letter per operand.  n: a number and x: anything, all of one dtype; f: f32; i: i32; b: a condition;
+              c: a condition or i32; k: an i32 constant; h: host space; *: any
+    dtype     of the result; None: of the last operand; "attr": the attribute
+    space     of the result: "" joins the operands'; "block": blocks of so many as the attribute says
+    combine   of a reduction: the primitive that joins two partial results
+    core      whether every backend spells it
+    host      whether host scalars are made with it: backends/host.py spells it; "only": nothing else is
+    infix     for formulas: (sign, how tightly it binds, whether an equal on the right needs parentheses)
+    shown     in messages, if not by its sign or name
+    operator  its meaning by Python's operators, for every reading whose values have them
+    number    its meaning on Python's floats; may raise where it has no value
+    tensor    the function of torch, if one means the same; other meanings are methods of lang.values.TorchReader
+    symbol    (sympy, operands) -> expression, or the name of SymPy's function; ("" for none)
+    rises     per operand: + where the result rises with it, - where it falls; "" for neither
+    ulps      None: exact, or of integers; else how far off fast maths may be beside the rounding (ir/ranges.py)
+    means     its definition in core primitives, over the functions of optgen.lang; None: passes/decompose.py has it
+    """
+
+    name: str
+    takes: str
+    doc: str = ""
+    dtype: DType | str | None = None
+    space: str = ""
+    combine: str = ""
+    core: bool = True
+    host: bool | str = False
+    infix: tuple[str, int, bool] | None = None
+    shown: str = ""
+    operator: Callable[..., Any] | None = None
+    number: Callable[..., Any] | None = None
+    tensor: str = ""
+    symbol: str | Callable[..., Any] = ""
+    rises: str = ""
+    ulps: int | None = None
+    means: Callable[..., Any] | None = None
+
+    @property
+    def arity(self) -> int:
+        """How many operands it takes; -1: any number."""
+        return -1 if "*" in self.takes else len(self.takes)
+
+    @property
+    def arithmetic(self) -> bool:
+        """Whether it takes numbers and no conditions."""
+        return "n" in self.takes or "f" in self.takes
+
+    @property
+    def spelled(self) -> str:
+        """What messages call it."""
+        return self.shown or (self.infix[0] if self.infix else f"{self.name}()")
+
+
+def _whole(f: Callable[[float], int]) -> Callable[[float], float]:
+    return lambda x: float(f(x)) if math.isfinite(x) else x
+
+
+def _inverted(x: Any) -> Any:
+    return (not x) if isinstance(x, bool) else ~x
+
+
+def _minus(m: Any, x: Any) -> Any:
+    """-x; of a number the negative number, so that t - 1 does not read t - 1 * 1."""
+    if not x.is_Number:
+        return m.Mul(-1, x)
+    return m.Integer(-int(x)) if x == int(x) and abs(x) < 1e15 else m.Float(repr(-float(x)))
+
+
+def _power(x: float, e: float) -> float:
+    out: Any = float(x) ** e
+    return math.nan if isinstance(out, complex) else float(out)
+
+
+FAST_ULP = 4  # units in the last place, of 2^-23: 3 of a fast division, reciprocal or root, 1 for the unit's own size
 
 _ROWS = (
     # f32 and i32
-    Prim("add", 2, doc="x + y; i32 wraps"),
-    Prim("sub", 2, doc="x - y; i32 wraps"),
-    Prim("mul", 2, doc="x * y; i32 wraps"),
-    Prim("neg", 1, doc="-x"),
-    Prim("min", 2, doc="the smaller; NaN if either is NaN"),
-    Prim("max", 2, doc="the larger; NaN if either is NaN"),
-    Prim("abs", 1, doc="|x|"),
+    Prim("add", "nn", "x + y; i32 wraps", host=True, infix=("+", 5, True), operator=operator.add, symbol="Add",
+         rises="++", ulps=0),
+    Prim("sub", "nn", "x - y; i32 wraps", host=True, infix=("-", 5, True), operator=operator.sub,
+         symbol=lambda m, x, y: m.Add(x, _minus(m, y)), rises="+-", ulps=0),
+    Prim("mul", "nn", "x * y; i32 wraps", host=True, infix=("*", 6, True), operator=operator.mul, symbol="Mul", ulps=0),
+    Prim("neg", "n", "-x", host=True, shown="-", operator=operator.neg, symbol=lambda m, x: m.Mul(-1, x), rises="-"),
+    Prim("min", "nn", "the smaller; NaN if either is NaN", host=True, shown="minimum", number=min, symbol="Min",
+         rises="++"),
+    Prim("max", "nn", "the larger; NaN if either is NaN", host=True, shown="maximum", number=max, symbol="Max",
+         rises="++"),
+    Prim("abs", "n", "|x|", host=True, operator=abs, tensor="abs", symbol="Abs"),
     # f32
-    Prim("div", 2, doc="x / y; correctly rounded in strict mode"),
-    Prim("sqrt", 1, doc="square root; correctly rounded in strict mode"),
-    Prim("fma", 3, doc="x * y + z in one rounding; made by passes in fast mode only"),
-    Prim("sign", 1, doc="-1, 0 or 1; sign(NaN) is NaN"),
-    Prim("floor", 1, doc="the integer at or below x, as f32"),
-    Prim("rint", 1, doc="nearest integer, half to even, as f32; |x| < 2^22"),
-    # comparisons and selection
-    Prim("lt", 2, "bool"),
-    Prim("le", 2, "bool"),
-    Prim("eq", 2, "bool"),
-    Prim("ne", 2, "bool"),
-    Prim("and", 2, doc="of bools, or of the bits of i32"),
-    Prim("or", 2, doc="of bools, or of the bits of i32"),
-    Prim("xor", 2, doc="of bools, or of the bits of i32"),
-    Prim("not", 1, "bool"),
-    Prim("where", 3, "branch", doc="where(c, x, y): both sides are computed"),
+    Prim("div", "ff", "x / y; correctly rounded in strict mode", host=True, infix=("/", 6, True),
+         operator=operator.truediv, symbol=lambda m, x, y: m.Mul(x, m.Pow(y, -1)), ulps=FAST_ULP),
+    Prim("sqrt", "f", "square root; correctly rounded in strict mode", host=True, number=math.sqrt,
+         symbol=lambda m, x: m.Pow(x, m.Rational(1, 2)), ulps=FAST_ULP),
+    Prim("fma", "fff", "x * y + z in one rounding; made by passes in fast mode only", number=lambda x, y, z: x * y + z,
+         ulps=0),
+    Prim("sign", "n", "-1, 0 or 1; sign(NaN) is NaN", host=True, symbol="sign", rises="+",
+         number=lambda x: float((x > 0) - (x < 0)) if x == x else x),
+    Prim("floor", "f", "the integer at or below x, as f32", host=True, number=_whole(math.floor), tensor="floor",
+         symbol="floor", rises="+"),
+    Prim("rint", "f", "nearest integer, half to even, as f32; |x| < 2^22", host=True, number=_whole(round),
+         tensor="round", rises="+"),
+    # comparisons and selection; as in Python, comparisons bind less than & and |
+    Prim("lt", "nn", dtype=boolean, host=True, infix=("<", 1, True), operator=operator.lt, symbol="StrictLessThan"),
+    Prim("le", "nn", dtype=boolean, host=True, infix=("<=", 1, True), operator=operator.le, symbol="LessThan"),
+    Prim("eq", "xx", dtype=boolean, host=True, infix=("==", 1, True), shown="equal", number=operator.eq, symbol="Eq"),
+    Prim("ne", "xx", dtype=boolean, host=True, infix=("!=", 1, True), number=operator.ne, symbol="Ne"),
+    Prim("and", "cc", "of bools, or of the bits of i32", host=True, infix=("&", 4, False), operator=operator.and_,
+         symbol="And"),
+    Prim("or", "cc", "of bools, or of the bits of i32", host=True, infix=("|", 2, False), operator=operator.or_,
+         symbol="Or"),
+    Prim("xor", "cc", "of bools, or of the bits of i32", host=True, infix=("^", 3, True), operator=operator.xor,
+         symbol="Xor"),
+    Prim("not", "c", dtype=boolean, host=True, shown="~", operator=_inverted, tensor="logical_not", symbol="Not"),
+    Prim("where", "bxx", "where(c, x, y): both sides are computed", host=True, number=lambda c, x, y: x if c else y,
+         symbol=lambda m, c, x, y: m.Piecewise((x, c), (y, True))),
     # i32
-    Prim("shl", 2, doc="x << constant"),
-    Prim("shr", 2, doc="x >> constant, arithmetic"),
-    Prim("lshr", 2, doc="x >> constant, logical"),
-    Prim("rotl", 2, doc="x rotated left by y bits, 0 < y < 32"),
+    Prim("shl", "ik", "x << constant", shown="<<", operator=operator.lshift),
+    Prim("shr", "ik", "x >> constant, arithmetic", shown=">>", operator=operator.rshift),
+    Prim("lshr", "ik", "x >> constant, logical"),
+    Prim("rotl", "ii", "x rotated left by y bits, 0 < y < 32"),
     # conversions; attr is the target dtype
-    Prim("cast", 1, "attr", doc="value conversion; f32 -> i32 truncates, f32 -> bf16/f16 rounds to nearest even"),
-    Prim("bitcast", 1, "attr", doc="same bits, another dtype of the same width"),
+    Prim("cast", "x", "value conversion; f32 -> i32 truncates, f32 -> bf16/f16 rounds to nearest even", "attr"),
+    Prim("bitcast", "x", "same bits, another dtype of the same width", "attr"),
     # tables (ops/tables.py): attr is the table
-    Prim("lookup", 1, "f32", doc="the table's entry number x, 0 <= x < its length"),
-    Prim("search", 1, "i32", doc="how many of the table's entries are <= x; 0 for a NaN"),
+    Prim("lookup", "i", "the table's entry number x, 0 <= x < its length", f32),
+    Prim("search", "f", "how many of the table's entries are <= x; 0 for a NaN", i32),
     # reductions over a block: attr is the block size
-    Prim("block_max", 1, doc="largest of the block; NaN if any is NaN"),
-    Prim("block_min", 1, doc="smallest of the block; NaN if any is NaN"),
-    # reductions over larger scopes: parsed, typed and scheduled; attr unused
-    Prim("row_sum", 1),
-    Prim("col_sum", 1),
-    Prim("mat_sum", 1),
-    Prim("tensor_sum", 1),
-    Prim("row_max", 1),
-    Prim("col_max", 1),
-    Prim("tensor_max", 1),
-    Prim("model_sum", 1, doc="over all parameters that have a gradient"),
+    Prim("block_max", "i", "largest of the block, by floats' bits; NaN if any is NaN", space="block"),
+    Prim("block_min", "i", "smallest of the block, by floats' bits; NaN if any is NaN", space="block"),
+    # reductions over larger scopes
+    *(Prim(f"{scope}_sum", "n", space=scope, combine="add") for scope in ("row", "col", "mat", "tensor")),
+    *(Prim(f"{scope}_max", "n", space=scope, combine="max") for scope in ("row", "col", "tensor")),
+    Prim("model_sum", "n", "over all parameters that have a gradient", space="model", combine="add"),
     # between columns and the indices of the dimensions that they are made of
-    Prim("axis_max", 1, doc="of columns: for each index of a dimension the largest of the columns that have it"),
-    Prim("axis_min", 1, doc="of indices: for each column the smallest among its own"),
-    # a function of whole matrices that no kernel computes: attr is its name in optgen.runtime.matrices; the operands
-    # after the first are host scalars
-    Prim("call", -1, doc="one value per element of a function of the whole matrix"),
+    Prim("axis_max", "n", "of columns: for each index of a dimension the largest of the columns that have it",
+         space="axis"),
+    Prim("axis_min", "n", "of indices: for each column the smallest among its own", space="col"),
+    # a function of whole matrices that no kernel computes: attr is its name in optgen.runtime.matrices
+    Prim("call", "f*", "one value per element of a function of the whole matrix, then its host scalars", f32, "elem"),
     # host space only, fp64
-    Prim("pow", 2, doc="x ** y"),
-    Prim("exp", 1),
-    Prim("log", 1),
+    Prim("pow", "ff", "x ** y", host="only", shown="x ** y with a variable exponent", number=_power, symbol="Pow"),
+    Prim("exp", "f", host="only", number=math.exp, tensor="exp", symbol="exp"),
+    Prim("log", "f", host="only", number=math.log, tensor="log", symbol="log"),
     # decomposed; all but the first two give the same bits on every backend
-    Prim("rsqrt", 1, core=False, doc="1 / sqrt(x)"),
-    Prim("rcp", 1, core=False, doc="1 / x"),
-    Prim("exp2", 1, core=False, doc="2 ** x, x clamped to [-126, 127], |error| <= 2 ulp; Inf and NaN stay"),
-    Prim("log2", 1, core=False, doc="log2(x) of a positive normal x; Inf and NaN stay"),
-    Prim("place", 1, "f32", core=False, doc="number of the table's entry x, with a fraction between two"),
-    Prim("cbrt", 1, core=False, doc="cube root of x >= 0; Inf and NaN stay"),
-    Prim("cbrt_signed", 1, core=False, doc="cube root of any x: what lower makes of cbrt where x may be negative"),
-    Prim("power", 2, core=False, doc="x ** y of x >= 0 and a y of host space; a subnormal x counts as 0"),
-    Prim("power_signed", 2, core=False, doc="the same of any x; NaN below 0 where y is no whole number"),
-)
+    Prim("rsqrt", "f", "1 / sqrt(x)", core=False, number=lambda x: 1 / math.sqrt(x),
+         symbol=lambda m, x: m.Pow(x, m.Rational(-1, 2))),
+    Prim("rcp", "f", "1 / x", core=False, number=lambda x: 1 / x, symbol=lambda m, x: m.Pow(x, -1), ulps=FAST_ULP),
+    Prim("exp2", "f", "2 ** x, x clamped to [-126, 127], |error| <= 2 ulp; Inf and NaN stay", core=False,
+         number=math.exp2, tensor="exp2", symbol=lambda m, x: m.Pow(2, x)),
+    Prim("log2", "f", "log2(x) of a positive normal x; Inf and NaN stay", core=False, number=math.log2, tensor="log2",
+         symbol=lambda m, x: m.log(x) / m.log(2)),
+    Prim("place", "f", "number of the table's entry x, with a fraction between two", f32, core=False),
+    Prim("cbrt", "f", "cube root of x >= 0; Inf and NaN stay", core=False, host=True, number=math.cbrt,
+         symbol=lambda m, x: m.Pow(x, m.Rational(1, 3))),
+    Prim("cbrt_signed", "f", "cube root of any x: what lower makes of cbrt where x may be negative", core=False),
+    Prim("power", "fh", "x ** y of x >= 0 and a y of host space; a subnormal x counts as 0", core=False, number=_power,
+         symbol="Pow"),
+    Prim("power_signed", "fh", "the same of any x; NaN below 0 where y is no whole number", core=False),
+)  # fmt: skip
 
 PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}
 
-ON_HOST = frozenset(
-    "add sub mul neg min max abs div sqrt sign floor rint lt le eq ne and or xor not where pow exp log cbrt".split()
-)
+ON_HOST = frozenset(p.name for p in _ROWS if p.host)
 """What host scalars are made with: each has a spelling of its own in Python (backends/host.py), in fp64."""
 
-REDUCTIONS = {
-    # op -> (space of the operand's result, combine)
-    "row_sum": ("row", "add"),
-    "col_sum": ("col", "add"),
-    "mat_sum": ("mat", "add"),
-    "tensor_sum": ("tensor", "add"),
-    "row_max": ("row", "max"),
-    "col_max": ("col", "max"),
-    "tensor_max": ("tensor", "max"),
-    "model_sum": ("model", "add"),
-}
+REDUCTIONS = {p.name: (p.space, p.combine) for p in _ROWS if p.combine}
+"""op -> (space of the result, combine)."""
+
 GATHERS = {"axis_max": "axis", "axis_min": "col"}
 """Of values of another small space, several for each result: op -> the space of the result."""
 
-COMMUTATIVE = {"add", "mul", "min", "max", "and", "or", "xor", "eq", "ne"}
+
+def symbol(name: str, sympy: Any) -> Callable[..., Any]:
+    """Return the function that makes a primitive's expression in SymPy; by default an unknown function of its name."""
+    meaning = PRIMS[name].symbol if name in PRIMS else ""
+    if callable(meaning):
+        return lambda *operands: meaning(sympy, *operands)
+    made: Callable[..., Any] = getattr(sympy, meaning) if meaning else sympy.Function(name)
+    return made

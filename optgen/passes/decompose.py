@@ -17,6 +17,7 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Program
 from optgen.ops import dtypes, spaces
+from optgen.ops.prims import PRIMS
 from optgen.ops.tables import Law, Line, Table, through
 
 
@@ -192,20 +193,25 @@ def _has_law(node: Node) -> bool:
     return node.op in LAWS and node.attr.law is not None
 
 
-def _strict(node: Node) -> Node:
-    if node.op == "place":
-        return place(node.args[0], node.attr)
-    if node.op in MEANS and node.space != spaces.host:
-        return MEANS[node.op](*node.args)
-    return node
+def _rewriter(fast: bool) -> Rewriter:
+    def rule(node: Node) -> Node:
+        if fast and _has_law(node):
+            return LAWS[node.op](node.args[0], node.attr.law)
+        if node.op == "place":
+            return place(node.args[0], node.attr)
+        if not node.args or node.space == spaces.host:
+            return node
+        if node.op in MEANS:
+            return MEANS[node.op](*node.args)
+        means = PRIMS[node.op].means
+        return node if means is None else made(means(*node.args))
 
-
-def _fast(node: Node) -> Node:
-    return LAWS[node.op](node.args[0], node.attr.law) if _has_law(node) else _strict(node)
+    made = Rewriter(rule)
+    return made
 
 
 # Nodes never change: what was made of one is kept.
-_REWRITE = {"strict": Rewriter(_strict), "fast": Rewriter(_fast)}
+_REWRITE = {"strict": _rewriter(False), "fast": _rewriter(True)}
 
 
 def decompose(program: Program) -> Program:

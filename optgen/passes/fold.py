@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from optgen.ir import node as ir
@@ -34,20 +33,14 @@ from optgen.ir.node import Node, Rewriter, is_const, postorder
 from optgen.ir.program import Program
 from optgen.ir.ranges import Intervals, never_zero
 from optgen.ops import dtypes, spaces
-
-_PY: dict[str, Callable[..., float]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "neg": lambda a: -a,
-}
+from optgen.ops.prims import PRIMS
 
 
 def exact(node: Node) -> Node:
     """One EXACT step at a node whose operands are done."""
     a = node.args
-    if node.op in _PY and all(x.op == "const" for x in a) and node.dtype is dtypes.f32:
-        value = _PY[node.op](*(x.attr for x in a))
+    if node.op in ("add", "sub", "mul", "neg") and all(x.op == "const" for x in a) and node.dtype is dtypes.f32:
+        value = PRIMS[node.op].operator(*(x.attr for x in a))  # type: ignore[misc]
         return ir.const(value) if math.isfinite(value) else node
     if node.op == "mul" and node.dtype is dtypes.f32:
         if is_const(a[1], 1.0):

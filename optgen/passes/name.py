@@ -14,20 +14,19 @@ from dataclasses import replace
 
 from optgen.ir.node import Node
 from optgen.ir.program import Let, Schedule, Sweep
+from optgen.ops.prims import PRIMS
 
 # What the printed functions name themselves, import or call: a let of that name gets an underscore.
 RESERVED = {
     *keyword.kwlist,
     *dir(builtins),
     *"tl triton torch g_ptr step_key stream_key place MASKED at at_block live live_block index".split(),
-    *"get put pointer reciprocal inverse rint sign minus rotl block_max block_min block_magnitude".split(),
-    "lookup",
-    "search",
+    *"get put pointer reciprocal inverse minus block_magnitude".split(),
     *"widened counter joined byte apart rounded within numbered opaque packed unpacked at_eight live_eight".split(),
     *"at_row at_col at_mat live_row live_col live_mat extent_rows extent_columns extent_elements".split(),
-    *"term fold down larger axis_max axis_min axes dims indices".split(),
-    *"both choose cube_root divide either exp floor log negated power root smaller".split(),
-    *"b values scalars quotient sqrt Blocks few_sum few_max newton_schulz put".split(),
+    *"term fold down larger axes dims indices".split(),
+    *"both choose cube_root divide either negated root smaller".split(),
+    *"b values scalars quotient Blocks few_sum few_max newton_schulz put".split(),
 }
 
 
@@ -61,7 +60,7 @@ def _name_sweep(sweep: Sweep, hosts: set[str]) -> Sweep:
     out = []
     for i, let in enumerate(sweep.lets):
         # Arguments of the eager reference end in _tensor, what it keeps aside in _new.
-        clear = let.name not in RESERVED | hosts and not let.name.endswith(("_tensor", "_new"))
+        clear = let.name not in RESERVED | PRIMS.keys() | hosts and not let.name.endswith(("_tensor", "_new"))
         base = let.name if clear else f"{let.name}_"
         name, k = base, 1
         while name in holder and last.get(holder[name], -1) > i:

@@ -12,10 +12,9 @@ by element, from nothing but the spec, the plan and the values before the step.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from optgen.lang.values import equal, reader_of
 from optgen.lower import lower, matrix_of, untouched
 from optgen.ops import spaces
 from optgen.ops.dtypes import F32_UNIT, FROM_TORCH
-from optgen.ops.prims import REDUCTIONS
+from optgen.ops.prims import PRIMS, REDUCTIONS
 from optgen.runtime import checkpoint, eager, layout
 from optgen.verify.intervals import STRICT, Interval, Model
 
@@ -225,13 +224,6 @@ def _scalars(spec: Spec, before: Values, hypers: Mapping[str, Any]) -> dict[str,
 class Reading:
     """A trace's nodes read on intervals; host scalars are numbers."""
 
-    _OPERATORS: ClassVar[Mapping[str, Callable[..., Any]]] = {
-        "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg,
-        "abs": abs, "lt": operator.lt, "le": operator.le, "and": operator.and_, "or": operator.or_,
-        "xor": operator.xor, "not": lambda c: (not c) if isinstance(c, bool) else ~c,
-        "ne": lambda a, b: ~equal(a, b),
-    }  # fmt: skip
-
     def __init__(self, before: Values, gradient: Interval, scalars: Mapping[str, float]) -> None:
         self.loads = {"p": before.p, "g": gradient, **before.states}
         self.scalars = scalars
@@ -264,8 +256,11 @@ class Reading:
             sizes = {"rows": self.shape[-2:-1], "columns": self.shape[-1:], "elements": self.shape}
             return float(math.prod(sizes[node.attr]))
         parts = [self.memo[a.uid] if a.uid in self.memo else self(a) for a in node.args]
-        if node.op in self._OPERATORS:
-            return self._OPERATORS[node.op](*parts)
+        meaning = PRIMS[node.op].operator
+        if meaning is not None:
+            return meaning(*parts)
+        if node.op == "ne":
+            return ~equal(*parts)
         return getattr(reader_of(*parts), node.op)(*parts)
 
 

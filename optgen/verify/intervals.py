@@ -21,8 +21,9 @@ from typing import Any, ClassVar, Union
 import torch
 from torch import Tensor
 
-from optgen.lang.values import clip, exp2, log2, maximum, raised, where
+from optgen.lang.values import clip, exp2, log2, maximum, raised, reader_of, where
 from optgen.ops.dtypes import F32_UNIT, f32
+from optgen.ops.prims import PRIMS, Prim
 
 F32_TINY = 2.0**-149  # twice half the smallest subnormal step
 F32_LARGEST, F32_NORMAL = f32.largest, f32.normal
@@ -348,7 +349,13 @@ def _square(x: Interval) -> tuple[Tensor, Tensor]:
 
 
 class _Reader:
-    """The functions of optgen.lang on intervals."""
+    """The functions of optgen.lang on intervals; those that rise or fall with their operands as their rows say."""
+
+    def __getattr__(self, name: str) -> Callable[..., Interval]:
+        row = PRIMS.get(name)
+        if row is None or not row.rises:
+            raise AttributeError(name)
+        return lambda *operands: _rising(row, operands)
 
     def sqrt(self, x: Interval) -> Interval:
         ends = _unknown(x.lo < 0, x.lo.sqrt(), x.hi.sqrt())
@@ -363,25 +370,8 @@ class _Reader:
     def rcp(self, x: Interval) -> Interval:
         return 1 / x
 
-    def max(self, a: Ends, b: Ends) -> Interval:
-        x, y = _pair(a, b)
-        return Interval(torch.maximum(x.lo, y.lo), torch.maximum(x.hi, y.hi), x.model)
-
-    def min(self, a: Ends, b: Ends) -> Interval:
-        x, y = _pair(a, b)
-        return Interval(torch.minimum(x.lo, y.lo), torch.minimum(x.hi, y.hi), x.model)
-
     def abs(self, x: Interval) -> Interval:
         return abs(x)
-
-    def sign(self, x: Interval) -> Interval:
-        return self._monotone(x, lambda t: torch.where(t.isnan(), t, t.sign()))
-
-    def floor(self, x: Interval) -> Interval:
-        return self._monotone(x, torch.floor)
-
-    def rint(self, x: Interval) -> Interval:
-        return self._monotone(x, torch.round)
 
     def where(self, c: Truth | bool, a: Ends, b: Ends) -> Interval | float | int:
         if not isinstance(c, Truth):
@@ -491,6 +481,16 @@ class _Reader:
     @staticmethod
     def _monotone(x: Interval, f: Callable[[Tensor], Tensor]) -> Interval:
         return Interval(f(x.lo), f(x.hi), x.model)
+
+
+def _rising(row: Prim, operands: Sequence[Ends]) -> Interval:
+    like = next(x for x in operands if isinstance(x, Interval))
+    ends = zip((_lift(x, like) for x in operands), row.rises, strict=True)
+    sides = [(x.lo, x.hi) if side == "+" else (x.hi, x.lo) for x, side in ends]
+    lo, hi = (getattr(reader_of(like.lo), row.name)(*(side[k] for side in sides)) for k in (0, 1))
+    if row.ulps is None:
+        return Interval(lo, hi, like.model)
+    return _rounded(lo, hi, Model(like.model.unit * (1 + 2 * row.ulps), like.model.tiny))._under(like.model)
 
 
 def _terms(x: Interval, dims: tuple[int, ...]) -> int:
