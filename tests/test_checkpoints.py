@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from optgen import optim
 from optgen.driver.compile import compile as compiled
 from optgen.formats import Codebook, Factored, LogMax, LogMinMax, Plan, codebooks
 from optgen.lang import hyper, nonneg, optimizer, sqrt, state
@@ -124,6 +125,158 @@ def test_migrations_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatc
     unpickled = AdamW.__new__(AdamW)
     unpickled.__setstate__(made)
     assert all("exp_avg" in entry for entry in unpickled.state.values())
+
+
+# -- what torch.optim must not take for its own --------------------------------------------------------------------
+
+
+def stepped(cls: Any, plan: str, steps: int = 2, **options: Any) -> tuple[Any, list[torch.nn.Parameter]]:
+    """An optimizer of a matrix that is kept in codes and of a vector that is not."""
+    draw = torch.Generator().manual_seed(4)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((64, 80), (5,))]
+    return trained(cls(params, plan=plan, backend="reference", **options), params, range(steps)), params
+
+
+def trained(opt: Any, params: list[torch.nn.Parameter], steps: range) -> Any:
+    for step in steps:
+        for i, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+        opt.step()
+    return opt
+
+
+@pytest.mark.filterwarnings("ignore:.*is discouraged")
+@pytest.mark.parametrize(("name", "state"), [("AdamW", "exp_avg"), ("RMSprop", "square_avg"), ("Adagrad", "sum")])
+@pytest.mark.parametrize("plan", ["int8_split24", "int4_split24", "bnb8"])
+def test_torch_does_not_take_codes_for_states(name: str, state: str, plan: str) -> None:
+    opt, params = stepped(getattr(optim, name), plan)
+    theirs = getattr(torch.optim, name)(params)
+    theirs.load_state_dict(opt.state_dict())
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(KeyError, match=f"^'{state}'$"):
+        theirs.step()
+    assert all(map(torch.equal, params, before))
+    theirs = getattr(torch.optim, name)(params)
+    theirs.load_state_dict(opt.dense_state_dict())
+    theirs.step()
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16_sr"])
+def test_what_is_kept_as_it_is_stands_under_its_own_name(plan: str) -> None:
+    opt, params = stepped(AdamW, plan)
+    assert opt.state[params[0]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def of_before(entry: dict[str, Any]) -> dict[str, Any]:
+    """A state as format 3 had it."""
+    return {key.removesuffix("_codes"): value for key, value in entry.items()}
+
+
+def test_pickles_of_before_names_of_codes() -> None:
+    opt, params = stepped(AdamW, "int8_split24")
+    made = copy.deepcopy(opt.__getstate__())
+    made["state"] = {p: of_before(entry) for p, entry in made["state"].items()}
+    made["state"][params[0]] = made["state"].pop(next(iter(made["state"])))
+    group = made["param_groups"][0]
+    group["params"][0] = params[0]
+    group["format"] = 3
+    unpickled = AdamW.__new__(AdamW)
+    unpickled.__setstate__(made)
+    assert unpickled.state[params[0]].keys() == opt.state[params[0]].keys() > {"exp_avg_codes"}
+
+
+def test_entries_of_a_user_keep_their_names() -> None:
+    opt, params = stepped(AdamW, "int8_split24")
+    for p in params:
+        opt.state[p]["seen"] = torch.ones(3, dtype=torch.uint8)
+    saved = copy.deepcopy(opt.state_dict())
+    saved["param_groups"][0]["format"] = 3
+    saved["state"] = {number: of_before(entry) for number, entry in saved["state"].items()}
+    again, _ = stepped(AdamW, "int8_split24")
+    again.load_state_dict(saved)
+    assert everything(again) == everything(opt)
+
+
+def test_distributed_checkpoints_of_before_names_of_codes(tmp_path: Path) -> None:
+    """As docs/checkpoints.md says: they are asked for what they have."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    def made(steps: int) -> tuple[torch.nn.Module, Any]:
+        model = torch.nn.Linear(80, 64)
+        opt = AdamW(model.named_parameters(), plan="int8_split24", backend="reference")
+        return model, trained(opt, list(model.parameters()), range(steps))
+
+    model, opt = made(2)
+    saved = get_optimizer_state_dict(model, opt)
+    old = {name: of_before(entry) for name, entry in saved["state"].items()}
+    dcp.save({"state": old, "param_groups": [{**saved["param_groups"][0], "format": 3}]}, checkpoint_id=tmp_path)
+    other, again = made(1)
+    found = get_optimizer_state_dict(other, again)
+    found["state"] = {name: of_before(entry) for name, entry in found["state"].items()}
+    dcp.load(found, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, again, found)
+    assert torch.equal(again.state[other.weight]["exp_avg_codes"], opt.state[model.weight]["exp_avg_codes"])
+    assert again.state[other.weight]["step"] == 2
+
+
+@pytest.mark.parametrize("whose", [optim, torch.optim], ids=["ours", "torch"])
+@pytest.mark.parametrize(
+    ("name", "into", "said"),
+    [
+        ("AdamW", "Lion", "it looks like Adam's or AdamW's (exp_avg, exp_avg_sq)"),
+        ("SGD", "AdamW", "it looks like SGD's (momentum_buffer)"),
+        ("Adagrad", "AdamW", "it looks like Adagrad's (sum)"),
+        ("AdamW", "AdamW", ""),
+    ],
+)
+def test_the_first_line_says_whose_state_it_looks_like(whose: Any, name: str, into: str, said: str) -> None:
+    options = {"backend": "reference"} if whose is optim else {}
+    options |= {"momentum": 0.9} if name == "SGD" else {}
+    _, params = stepped(AdamW, "fp32")
+    saved = copy.deepcopy(trained(getattr(whose, name)(params, **options), params, range(2)).state_dict())
+    if not said:
+        saved["state"][1]["exp_avg"] = torch.zeros(4)
+    head = refusal(getattr(optim, into)(params), saved).splitlines()[0]
+    assert head == f"{into}.load_state_dict: the checkpoint does not fit, nothing was loaded:{said and f' {said}:'}"
+
+
+# -- names that come with a checkpoint, or do not ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_random_bits_go_on_where_only_the_optimizer_has_names(released: bool) -> None:
+    whole, expected = stepped(AdamW, "int8_split24")
+    saved = copy.deepcopy(whole.state_dict())
+    named = [(name, torch.nn.Parameter(p.detach().clone())) for name, p in zip("wb", expected, strict=True)]
+    opt = AdamW(named, plan="int8_split24", backend="reference")
+    opt.load_state_dict(saved)
+    trained(whole, expected, range(2, 4))
+    again = AdamW(named[::-1], plan="int8_split24", backend="reference")  # by names now, in another order
+    if released:
+        opt.release_gradients()
+        for step in range(2, 4):
+            for i, (_, p) in enumerate(named):
+                gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+                (p * gradient).sum().backward()
+    else:
+        params = [p for _, p in named]
+        trained(opt, params, range(2, 3))
+        again.load_state_dict(copy.deepcopy(opt.state_dict()))
+        assert again.param_groups[0]["param_names"] == ["b", "w"]
+        trained(again, params, range(3, 4))
+    assert all(torch.equal(p, q) for (_, p), q in zip(named, expected, strict=True))
+    fresh = AdamW(named, plan="int8_split24", backend="reference")
+    opt.load_state_dict(fresh.state_dict())  # of an optimizer whose random bits go by its names
+    assert "streams" not in opt.param_groups[0] and "streams" not in opt.dense_state_dict()["param_groups"][0]
+
+
+@pytest.mark.parametrize("streams", ["w", [["w"]], [("w", 1.0)], 3])
+def test_records_of_streams_are_checked(streams: object) -> None:
+    opt, _ = stepped(AdamW, "int8_split24")
+    saved = copy.deepcopy(opt.state_dict())
+    saved["param_groups"][0]["streams"] = streams
+    assert "group 0: AdamW: streams of a group must be pairs of names or positions" in refusal(opt, saved)
 
 
 def test_a_group_says_all_in_primitives() -> None:

@@ -455,7 +455,7 @@ def test_lines_in_a_kernel_keep_codes(tmp_path: Path) -> None:
     pair.run_cpp([(theirs, g, 99)], 1, 1, lr=1e-2)
     for state, fmt in (("exp_avg", plan.signed), ("exp_avg_sq", plan.nonneg)):
         assert isinstance(fmt, Codebook)
-        a, b = (x[state].int() for x in (ours, theirs))
+        a, b = (x[f"{state}_codes"].int() for x in (ours, theirs))
         apart = a != b
         assert int((a - b).abs().max()) <= 1
         m = 0.1 * g.double() if state == "exp_avg" else 0.001 * g.double() ** 2
@@ -484,8 +484,8 @@ def of_bitsandbytes(p: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ca
     def read(state: Any) -> dict[str, Tensor]:
         rows = p.shape[0]
         return {
-            "exp_avg": state["state1"], "exp_avg_scale": state["absmax1"].view(rows, -1),
-            "exp_avg_sq": state["state2"], "exp_avg_sq_scale": state["absmax2"].view(rows, -1),
+            "exp_avg_codes": state["state1"], "exp_avg_scale": state["absmax1"].view(rows, -1),
+            "exp_avg_sq_codes": state["state2"], "exp_avg_sq_scale": state["absmax2"].view(rows, -1),
         }  # fmt: skip
 
     return bnb.optim.AdamW8bit([p], lr=1e-2, weight_decay=0.1), read
@@ -501,7 +501,7 @@ def of_torchao(name: str) -> Callable[..., tuple[Any, Callable[[Any], dict[str, 
                 codes = state[key].codes.view(torch.uint8)
                 if codes.numel() < p.numel():  # two to a byte: there the first is in the high bits
                     codes = codes >> 4 | codes << 4
-                out[key] = codes.reshape(p.shape[0], -1)
+                out[f"{key}_codes"] = codes.reshape(p.shape[0], -1)
                 out[f"{key}_scale"] = state[key].scale.view(p.shape[0], -1)
             return out
 
@@ -570,7 +570,7 @@ def numbers_of(fmt: Any, kept: dict[str, Tensor], key: str, shape: tuple[int, ..
 
 def in_blocks(fmt: Any, kept: dict[str, Tensor], key: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     rows, columns = shape
-    codes = kept[key]
+    codes = kept[f"{key}_codes"]
     if getattr(fmt, "bits", 8) == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).reshape(shape)
     return {"": codes.view(rows, columns // fmt.block, fmt.block), "scale": kept[f"{key}_scale"][..., None]}

@@ -523,8 +523,8 @@ def entry_of(content: dict[str, Any]) -> dict[str, Any]:
 
 SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "codes of another shape": (
-        lambda c: entry_of(c).update(exp_avg=entry_of(c)["exp_avg"][:-1]),
-        "exp_avg: expected uint8 [70, 64], got uint8 [69, 64]",
+        lambda c: entry_of(c).update(exp_avg_codes=entry_of(c)["exp_avg_codes"][:-1]),
+        "exp_avg_codes: expected uint8 [70, 64], got uint8 [69, 64]",
     ),
     "no scales": (lambda c: entry_of(c).pop("exp_avg_scale"), "exp_avg_scale: expected int16 [70, 1], it is missing"),
     "scales that are no numbers": (
@@ -567,6 +567,20 @@ def test_verify_checkpoint_says_what_it_cannot_check(tmp_path: Path) -> None:
     assert any("does not say its rule" in line for line in verify(str(tmp_path / "o.pt")).unchecked)
     name = spoilt(tmp_path, lambda c: c["about"].update(spec="../../evil.py", **{"class": "Evil"}))
     assert any("there is no spec `evil`" in line for line in verify(name).unchecked)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_file_that_was_checked_in_part_does_not_read_as_one_that_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: bool
+) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = AdamW([p], plan="fp32", backend="reference")
+    name = str(tmp_path / "o.pt")
+    save_checkpoint(name, opt) if whole else torch.save({"optimizer": opt.state_dict()}, name)
+    code = cli.main(["verify-checkpoint", name])
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == 0 and "1 parameters, nothing wrong found" in said
+    assert ("nothing wrong found in what was checked: that is not all, see above" in said) == (not whole)
     assert verify(name, "adamw").findings == []
 
 
@@ -646,8 +660,8 @@ def test_codes_of_other_packages_stay(tmp_path: Path, package: Callable[[], Any]
         kept = foreign.codes(theirs.state[q], ("exp_avg", "exp_avg_sq"))
         assert len(kept) == 2
         for name, (codes, scale) in kept.items():
-            assert torch.equal(opt.state[p][name].flatten(), codes)
+            assert torch.equal(opt.state[p][f"{name}_codes"].flatten(), codes)
             assert torch.equal(opt.state[p][f"{name}_scale"].flatten(), scale)
     again = AdamW([nn.Parameter(p) for p in whole_blocks()], plan="int8")
     again.load_state_dict(saved)  # under another plan the numbers are encoded anew
-    assert again.state_dict()["state"][0]["exp_avg"].shape == (16, 512)
+    assert again.state_dict()["state"][0]["exp_avg_codes"].shape == (16, 512)

@@ -197,15 +197,15 @@ def test_states_whose_memory_was_freed() -> None:
     saved = ready(AdamW, "int8_split24", 1)[1].state_dict()
     model, opt = ready(AdamW, "int8_split24", 1, seed=5)
     before = everything(model, opt)
-    kept = saved["state"][0]["exp_avg"]
-    saved["state"][0]["exp_avg"] = gone = kept.clone()
+    kept = saved["state"][0]["exp_avg_codes"]
+    saved["state"][0]["exp_avg_codes"] = gone = kept.clone()
     gone.untyped_storage().resize_(gone.untyped_storage().nbytes() - 1)
-    with pytest.raises(ValueError, match="exp_avg: expected a tensor with values, got one whose memory was freed"):
+    with pytest.raises(ValueError, match="exp_avg_codes: expected a tensor with values, got one whose memory was"):
         opt.load_state_dict(saved)
     assert everything(model, opt) == before
-    saved["state"][0]["exp_avg"] = kept.t().contiguous().t()  # the same in another order
+    saved["state"][0]["exp_avg_codes"] = kept.t().contiguous().t()  # the same in another order
     opt.load_state_dict(saved)
-    assert bits(opt.state_dict()["state"][0]["exp_avg"]) == bits(kept)
+    assert bits(opt.state_dict()["state"][0]["exp_avg_codes"]) == bits(kept)
 
 
 # -- files ------------------------------------------------------------------------------------------------------

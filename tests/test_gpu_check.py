@@ -200,14 +200,14 @@ def test_an_update_that_is_a_thousandth_off_fails() -> None:
 def test_codes_one_off_fail_where_they_are_too_many_to_be_chance() -> None:
     def some(count: int) -> Any:
         def wrong(kernel: compare.Stored) -> None:
-            kernel.fields["exp_avg"].view(-1)[:count] ^= 1
+            kernel.fields["exp_avg_codes"].view(-1)[:count] ^= 1
 
         return wrong
 
     case = adamw("int8_split24", "bfloat16")
     assert not verdict_of(case, BF16, some(3)).problems
     (problem,) = verdict_of(case, BF16, some(2500)).problems
-    assert problem.startswith("exp_avg: 2500 of 4900 codes differ")
+    assert problem.startswith("exp_avg_codes: 2500 of 4900 codes differ")
 
 
 @pytest.mark.parametrize("plan", ["bnb8", "torchao8", "torchao_fp8"])
@@ -222,14 +222,14 @@ def test_scales_of_fp32_may_differ_in_their_last_places_alone(plan: str) -> None
 
     case = adamw(plan, "bfloat16")
     verdict = verdict_of(case, BF16, moved(3))
-    assert not verdict.problems and verdict.codes["exp_avg_sq"].of == 4900  # whose codes are still counted
+    assert not verdict.problems and verdict.codes["exp_avg_sq_codes"].of == 4900  # whose codes are still counted
     problems = verdict_of(case, BF16, moved(2**14)).problems  # by 2^-9: within the cells of all its codes
     assert [p for p in problems if p.startswith("exp_avg_sq_scale: ")]
 
 
 def test_a_code_two_off_and_a_nan_fail() -> None:
     def two(kernel: compare.Stored) -> None:
-        codes = kernel.fields["exp_avg_sq"].view(-1)
+        codes = kernel.fields["exp_avg_sq_codes"].view(-1)
         codes[7] = codes[7] + 3 if codes[7] < 128 else codes[7] - 3
 
     def nan(kernel: compare.Stored) -> None:

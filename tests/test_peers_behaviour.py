@@ -52,9 +52,10 @@ def test_states_are_quantized_from_4096_elements_on_and_take_the_bytes_that_are_
     stepped(opt, p, gradients(shape, 2))
     kept = tensors(opt.state[p])
     large = p.numel() >= 4096
-    assert kept["exp_avg"].dtype is (torch.uint8 if large else torch.float32)
-    assert kept["exp_avg_sq"].dtype is (torch.uint8 if large else torch.float32)
-    assert kept["exp_avg"].shape == p.shape and kept["weight_low"].dtype is torch.uint8
+    codes = "_codes" if large else ""
+    assert kept[f"exp_avg{codes}"].dtype is (torch.uint8 if large else torch.float32)
+    assert kept[f"exp_avg_sq{codes}"].dtype is (torch.uint8 if large else torch.float32)
+    assert kept[f"exp_avg{codes}"].shape == p.shape and kept["weight_low"].dtype is torch.uint8
     (found,) = opt.memory().parameters
     assert found.states == {key: value.numel() * value.element_size() for key, value in kept.items()}
     rows, columns = (shape[0], p.numel() // max(shape[0], 1)) if len(shape) > 1 else (1, p.numel())

@@ -54,9 +54,9 @@ def test_bytes_of_the_default_plan_add_up() -> None:
     parts = {name: f.bytes_per_param for name, f in storage.fields().items()}
     assert parts == {
         "weight_low": 1,
-        "exp_avg": 1,
+        "exp_avg_codes": 1,
         "exp_avg_scale": 2 / 64,
-        "exp_avg_sq": 1,
+        "exp_avg_sq_codes": 1,
         "exp_avg_sq_range": 2 / 64,
     }
     assert storage.block == 64

@@ -26,7 +26,7 @@ from optgen.formats.fp8 import Fp8
 from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Native, Split
-from optgen.formats.plan import field_name
+from optgen.formats.plan import field_names
 from optgen.ops.dtypes import DType
 from optgen.runtime import layout
 from optgen.runtime.eager import Blocks
@@ -625,7 +625,7 @@ def codes_of(name: str, fmt: Format, buffers: dict[str, Tensor]) -> Tensor:
     shape, parts = buffers["p"].shape, {}
     for suffix, f in fmt.fields().items():
         if f.per == 1:
-            stored = buffers[field_name(name, suffix)]
+            stored = buffers[field_names(name, fmt.fields())[suffix]]
             rows, columns = layout.grid(shape)
             if f.dtype.packed:
                 stored = Blocks(buffers["p"], 64).codes(stored, f.dtype.bits).reshape(rows, -1)[:, :columns]

@@ -56,10 +56,11 @@ def grad_placed_otherwise(p, entry): p.grad = shard(16, 640, seed=8, of=Replicat
 def no_grad(p, entry): p.grad = None
 def grad_half(p, entry): p.grad_dtype = None; p.grad = shard(8, 640, dtype=torch.float32, seed=9)
 def part_moved(p, entry): p._local_tensor = p._local_tensor.clone()
-def state_part_moved(p, entry): entry["exp_avg"]._local_tensor = entry["exp_avg"].to_local() ^ 1
+def state_part_moved(p, entry): entry["exp_avg_codes"]._local_tensor = entry["exp_avg_codes"].to_local() ^ 1
 def state_replaced(p, entry):
-    old = entry["exp_avg"]
-    entry["exp_avg"] = DTensor.from_local(old.to_local() ^ 1, mesh, [Shard(0)], shape=old.shape, stride=old.stride())
+    old = entry["exp_avg_codes"]
+    new = DTensor.from_local(old.to_local() ^ 1, mesh, [Shard(0)], shape=old.shape, stride=old.stride())
+    entry["exp_avg_codes"] = new
 def step_set(p, entry): entry["step"] = 40
 
 

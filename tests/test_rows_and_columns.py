@@ -116,7 +116,7 @@ def test_of_more_dimensions_scales_are_the_smallest_of_the_maxima_over_all_other
     quotient = np.divide(x.numpy(), scale, where=~dead, out=np.zeros_like(scale))
     codes, _ = oracles.nearest_entry(quotient, oracles.UNSIGNED_MAP.astype(np.float32))
     rows, columns = layout.grid(x.shape)
-    assert np.array_equal(nibbles(stored["exp_avg_sq"])[:, :columns], codes.reshape(rows, columns))
+    assert np.array_equal(nibbles(stored["exp_avg_sq_codes"])[:, :columns], codes.reshape(rows, columns))
     assert stored["exp_avg_sq_row"].flatten().tolist() == x.amax(tuple(range(1, x.ndim))).clamp(NEAREST.lowest).tolist()
     assert stored["exp_avg_sq_col"].shape == (1, sum([n for n in x.shape[1:] if n > 1] or [1]))
     read = kept.numpy()
@@ -287,7 +287,7 @@ def check_first_moment(kept: dict[str, Tensor], m: np.ndarray, terms: np.ndarray
     scale = oracles.group_scale(m)
     assert np.allclose(np.repeat(kept["exp_avg_scale"].numpy(), 128, 1), scale, rtol=FEW, atol=FEW * terms.max())
     codes, margin = oracles.nearest_entry(m / scale, oracles.SIGNED_MAP)
-    ours = nibbles(kept["exp_avg"])
+    ours = nibbles(kept["exp_avg_codes"])
     assert np.abs(ours - codes).max() <= 1
     assert (margin[ours != codes] <= 3 * FEW * (terms / scale)[ours != codes] + FEW).all()
 
@@ -313,12 +313,13 @@ def test_fifty_steps_of_the_paper_s_adamw() -> None:
         check_first_moment(kept, m, terms)
         scale = oracles.rank1_scale(v)
         codes, margin = oracles.nearest_entry(v / scale, oracles.UNSIGNED_MAP)
-        ours = nibbles(kept["exp_avg_sq"])
+        ours = nibbles(kept["exp_avg_sq_codes"])
         assert (margin[ours != codes] <= FEW).all()
         differing += int((ours != codes).sum())
         top = np.minimum(kept["exp_avg_sq_row"].numpy(), kept["exp_avg_sq_col"].numpy())
         assert np.allclose(top, scale, rtol=FEW, atol=0)
-        m = oracles.SIGNED_MAP[nibbles(kept["exp_avg"])] * np.repeat(kept["exp_avg_scale"].double().numpy(), 128, 1)
+        m = oracles.SIGNED_MAP[nibbles(kept["exp_avg_codes"])]
+        m *= np.repeat(kept["exp_avg_scale"].double().numpy(), 128, 1)
         v = oracles.UNSIGNED_MAP[ours] * top
     assert differing < 50  # of 800 thousand
 
@@ -346,7 +347,8 @@ def test_fifty_steps_of_four_bit_factor() -> None:
         found = (kept["exp_avg_sq_row"].double() * kept["exp_avg_sq_col"].double()).numpy()
         assert np.allclose(found, v, rtol=3 * off, atol=0)
         check_first_moment(kept, m, terms)
-        m = oracles.SIGNED_MAP[nibbles(kept["exp_avg"])] * np.repeat(kept["exp_avg_scale"].double().numpy(), 128, 1)
+        m = oracles.SIGNED_MAP[nibbles(kept["exp_avg_codes"])]
+        m *= np.repeat(kept["exp_avg_scale"].double().numpy(), 128, 1)
 
 
 # -- every backend
@@ -444,7 +446,7 @@ def test_one_more_sweep_over_gradient_and_second_moment() -> None:
     """12.5 bytes and the first moment's scales, as `explain` derives them and as the printed kernels load and store."""
     found = explain.explain(adamw, FOUR_BITS)
     assert len(found.sweeps) == 2
-    assert set(found.sweeps[0].reads) == {"g", "exp_avg_sq"}
+    assert set(found.sweeps[0].reads) == {"g", "exp_avg_sq_codes"}
     assert not found.sweeps[0].writes
     assert found.traffic == 12.5 + 2 * 2 / 64 <= 12.6
     text = emit.emit_plan(adamw, FOUR_BITS)["triton_kernels.py"]
@@ -475,15 +477,18 @@ def test_vectors_take_blocks_and_small_tensors_what_the_plan_says() -> None:
     opt.step()
     shapes = [{k: tuple(x.shape) for k, x in opt.state[p].items() if "sq" in k} for p in params]
     assert shapes == [
-        {"exp_avg_sq": (1, 2500), "exp_avg_sq_scale": (1, 40)},
-        {"exp_avg_sq": (64, 36), "exp_avg_sq_row": (64, 1), "exp_avg_sq_col": (1, 70)},
+        {"exp_avg_sq_codes": (1, 2500), "exp_avg_sq_scale": (1, 40)},
+        {"exp_avg_sq_codes": (64, 36), "exp_avg_sq_row": (64, 1), "exp_avg_sq_col": (1, 70)},
         {"exp_avg_sq": (40,)},
-        {"exp_avg_sq": (8, 600), "exp_avg_sq_row": (8, 1), "exp_avg_sq_col": (1, 602)},
+        {"exp_avg_sq_codes": (8, 600), "exp_avg_sq_row": (8, 1), "exp_avg_sq_col": (1, 602)},
     ]
 
 
-@pytest.mark.parametrize(("fmt", "small"), [(Factored(), {"": (10,)}), (Rank1(4), {"": (1, 8), "_scale": (1, 1)})],
-                         ids=["factored", "rank1"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fmt", "small"),
+    [(Factored(), {"": (10,)}), (Rank1(4), {"_codes": (1, 8), "_scale": (1, 1)})],
+    ids=["factored", "rank1"],
+)
 def test_overrides_keep_small_tensors_without_rows_and_columns_too(fmt: Any, small: dict[str, tuple[int, ...]]) -> None:
     plan = plans.fp32.but(name="overridden", overrides={"exp_avg_sq": fmt}, small_numel=4096)
     cls = compiled(adamw, plan)

@@ -594,6 +594,6 @@ def test_muon_keeps_its_momentum_in_8_bits(name: str) -> None:
     opt = cls([p], plan="int8_split24")
     p.grad = torch.randn_like(p)
     opt.step()
-    assert opt.state[p]["momentum_buffer"].dtype == torch.uint8
+    assert opt.state[p]["momentum_buffer_codes"].dtype == torch.uint8
     rows = 4 / 256 if name == "normuon" else 0.0
     assert opt.memory().per_element == 2 + 1 + 1 + 2 / 64 + rows

@@ -1093,7 +1093,7 @@ def loads_whole_and_dense(here: Here) -> None:
                 alike(value, other.state[q][key], key)
     with refused(ValueError, "exp_avg", "nothing was loaded"):
         bad = runs.one.state_dict()
-        bad["state"][0] = {**bad["state"][0], "exp_avg": torch.zeros(96, 130, dtype=torch.uint8)}
+        bad["state"][0] = {**bad["state"][0], "exp_avg_codes": torch.zeros(96, 130, dtype=torch.uint8)}
         other.load_state_dict(bad)
     bad = runs.many.dense_state_dict()
     bad["state"][0]["exp_avg"].to_local()[0, 0] = torch.nan

@@ -1,6 +1,6 @@
 """Writes the checkpoint that tests keep of one format version:
 
-    python tools/make_checkpoint_fixture.py tests/cases/checkpoints/format-3.pt
+    python tools/make_checkpoint_fixture.py tests/cases/checkpoints/format-4.pt
 
 Run it once when the format changes, at the last commit of the old format; the file is never written again.  It holds
 checkpoints of a few classes and plans after two steps, and a digest of the full weights two steps later.

@@ -505,8 +505,8 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
         params.append(q)
     try:
         opt = cls(_grouped(found, params), plan=plan)
-        seeds = [{"seed": g["seed"]} if "seed" in g else {} for g in found.groups]
-        dropped = {"plan", "overrides", "blocks", "seed", "backend", "format"}
+        seeds = [{k: g[k] for k in ("seed", "streams") if k in g} for g in found.groups]
+        dropped = options.OWN
         numbers = iter(range(len(params)))
         groups = [
             {**{k: v for k, v in g.items() if k not in dropped}, "params": [next(numbers) for _ in g["params"]]}

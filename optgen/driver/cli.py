@@ -402,7 +402,8 @@ def verify_checkpoint(
         for line in found.unchecked:
             t.show(f"not checked: {line}")
         if not found.findings:
-            t.show(f"{file}: {found.kind}, {found.parameters} parameters, nothing wrong found")
+            partly = " in what was checked: that is not all, see above" if found.unchecked else ""
+            t.show(f"{file}: {found.kind}, {found.parameters} parameters, nothing wrong found{partly}")
 
 
 @app.command()

@@ -15,7 +15,7 @@ from optgen.backends.host import Unpack
 from optgen.base.loc import relative
 from optgen.driver import explain, judge, targets
 from optgen.driver.targets import Case
-from optgen.formats.plan import Plan, Storage, field_name
+from optgen.formats.plan import Plan, Storage, field_names
 from optgen.ir.program import Buffer, Program, Stage, Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower, lower_decode, lower_encode, matrix_of, needs_matrix
@@ -376,20 +376,19 @@ def _nonneg(spec: Spec, case: Case) -> set[str]:
     the state."""
     found = set()
     for state in spec.present(case.flags):
-        parts = list(case.storage.states[state.name].fields().items())
-        found |= {field_name(state.name, suffix) for suffix, f in parts if f.nonneg and f.dtype.is_float}
-        found |= {field_name(state.name, parts[0][0])} if state.nonneg else set()
+        fields = case.storage.states[state.name].fields()
+        names = field_names(state.name, fields)
+        found |= {names[suffix] for suffix, f in fields.items() if f.nonneg and f.dtype.is_float}
+        found |= {next(iter(names.values()))} if state.nonneg else set()
     return found
 
 
 def _held(case: Case, name: str) -> str:
     """What a field's integers may be, as arguments of its row."""
-    for state, storage in case.storage.states.items():
-        for suffix, f in storage.fields().items():
-            if field_name(state, suffix) == name and f.most is not None:
-                low = f", low={f.low:#x}" if f.low else ""
-                return f", least={f.least}, most={f.most}{low}"
-    return ""
+    f = case.storage.fields()[name]
+    if f.most is None:
+        return ""
+    return f", least={f.least}, most={f.most}" + (f", low={f.low:#x}" if f.low else "")
 
 
 def _variant_row(
@@ -403,7 +402,7 @@ def _variant_row(
     for b in program.buffers:
         if b.role in ("param", "grad"):
             continue
-        zero, per = _zero(c.case, b.name), f"per={b.space.size or 1}"
+        zero, per = c.case.storage.fields()[b.name].zero, f"per={b.space.size or 1}"
         if b.dtype.packed:
             zero = int(zero) * (255 // ((1 << b.dtype.bits) - 1))  # the same code everywhere in the byte
             per = f"per=8, width={b.dtype.bits}"
@@ -474,18 +473,6 @@ def _stage_row(stage: Stage, kernel: str) -> str:
         f'Stage("{kernel}", "{stage.space.name}", {stage.level}, {stage.scalars!r}, temps={temps!r}, '
         f"matrices={matrices}, block={program.block})"
     )
-
-
-def _zero(case: Case, buffer: str) -> int | float:
-    """The entry of a field that decodes to 0."""
-    for suffix, f in case.storage.master.fields(case.param).items():
-        if suffix and buffer == field_name("weight", suffix):
-            return f.zero
-    for state, fmt in case.storage.states.items():
-        for suffix, f in fmt.fields().items():
-            if buffer == field_name(state, suffix):
-                return f.zero
-    raise KeyError(buffer)
 
 
 def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:

@@ -2,7 +2,8 @@
 
 A format is a frozen dataclass with three methods over `optgen.lang`:
 
-- `fields()`   what is stored: name suffix -> Field ("" is the tensor under the state's own name);
+- `fields()`   what is stored: name suffix -> Field; "" alone, of floats, is the state itself, under its name; else it
+               is codes, "<state>_codes";
 - `encode(x)`  f32 values -> what is stored;
 - `decode(..)` what is stored -> f32 values.
 

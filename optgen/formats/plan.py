@@ -68,10 +68,11 @@ class Storage:
         return max((f.block for f in self.states.values()), default=1)
 
     def fields(self) -> dict[str, Field]:
-        """Every stored tensor but the parameter: "weight_<suffix>", then "<state>" and "<state>_<suffix>"."""
-        out = {field_name("weight", k): v for k, v in self.master.fields(self.param).items() if k}
+        """Every stored tensor but the parameter: "weight_<suffix>", then "<state>" or "<state>_<suffix>"."""
+        out = {f"weight_{k}": v for k, v in self.master.fields(self.param).items() if k}
         for name, fmt in self.states.items():
-            out |= {field_name(name, k): v for k, v in fmt.fields().items()}
+            fields = fmt.fields()
+            out |= {key: fields[k] for k, key in field_names(name, fields).items()}
         return out
 
     @property
@@ -80,9 +81,17 @@ class Storage:
         return self.param.bytes + sum(f.bytes_per_param for f in self.fields().values())
 
 
-def field_name(owner: str, suffix: str) -> str:
-    """The key in opt.state[p]: the state's own name, or that and the field's suffix."""
-    return owner if not suffix else f"{owner}_{suffix}"
+CODES = "codes"
+"""The suffix, in opt.state[p], of what a format keeps under "" where those are no numbers of the state itself."""
+
+
+def field_names(owner: str, fields: Mapping[str, Field]) -> dict[str, str]:
+    """Suffix -> key in opt.state[p]: the owner's name and the suffix.
+
+    Under a state's own name stands only what is the state as it is, in floats: torch.optim would read codes as such.
+    """
+    plain = len(fields) == 1 and all(f.dtype.is_float for f in fields.values())
+    return {k: f"{owner}_{k or CODES}" if k or not plain else owner for k in fields}
 
 
 def _assigned_name(frame: FrameType) -> str:
@@ -332,18 +341,18 @@ class Plan:
         self, states: Sequence[StateDecl], chosen: Mapping[str, Format], master: Master, param: DType
     ) -> None:
         """No two tensors of opt.state[p] may share a name."""
-        taken = {field_name("weight", k): "the weight" for k in master.fields(param) if k}
+        taken = {f"weight_{k}": "the weight" for k in master.fields(param) if k}
         # Under its own name a state is what its author wrote; a suffix is what the plan adds to it.
         for state in sorted(states, key=lambda s: len(s.name)):
-            for suffix in chosen[state.name].fields():
-                name, what = field_name(state.name, suffix), f"a part of `{state.name}`"
+            for name in field_names(state.name, chosen[state.name].fields()).values():
+                what = f"a part of `{state.name}`"
                 if name in taken:
                     places = tuple(x for x in (state.loc, self.loc) if x is not None)
-                    second = f"state `{state.name}`" if not suffix else what
+                    second = f"state `{name}`" if name == state.name else what
                     raise UserError(
                         "E308", loc=places, plan=self.name, first=taken[name], second=second, field=name
                     )  # fmt: skip
-                taken[name] = f"state `{name}`" if not suffix else what
+                taken[name] = f"state `{name}`" if name == state.name else what
 
     def _check_states(self, states: Sequence[StateDecl], chosen: Mapping[str, Format]) -> None:
         sizes: dict[int, str] = {}

@@ -23,8 +23,8 @@ LEAVES = ("p", "g", "t")
 # Names that generated code needs for itself: constructor arguments, kernel arguments, keys of a param group.
 RESERVED = frozenset(
     "p g t step params maximize plan overrides blocks module offload backend seed self state defaults param_groups "
-    "grad_scale step_key stream_key place index table work weight weight_low weight_master weight_compensation numel "
-    "at at_block live live_block b values scalars tl triton torch".split()
+    "streams grad_scale step_key stream_key place index table work weight weight_low weight_master weight_compensation "
+    "numel at at_block live live_block b values scalars tl triton torch".split()
 )
 # What generated code calls or takes where hyper-parameters, flags and host states are variables.
 CALLED = frozenset(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from optgen.formats.plan import Storage, field_name
+from optgen.formats.plan import Storage, field_names
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Buffer, Kept, Let, Program, Store
@@ -30,7 +30,7 @@ def weight_buffers(storage: Storage) -> dict[str, Buffer]:
     for suffix, field in storage.master.fields(storage.param).items():
         space = spaces.elem if field.per == 1 else spaces.block(field.per)
         if suffix:
-            out[suffix] = Buffer(field_name("weight", suffix), field.dtype, space, "weight", "p")
+            out[suffix] = Buffer(f"weight_{suffix}", field.dtype, space, "weight", "p")
         else:
             out[suffix] = Buffer("p", field.dtype, space, "param", "p")
     return out
@@ -40,12 +40,14 @@ def state_buffers(spec: Spec, storage: Storage, state: str) -> dict[str, Buffer]
     """Suffix -> buffer of one state, in the state's own space."""
     own = next(d.space for d in spec.states if d.name == state)
     out = {}
-    for suffix, field in storage.states[state].fields().items():
+    fields = storage.states[state].fields()
+    for suffix, key in field_names(state, fields).items():
+        field = fields[suffix]
         if field.space != "elem":
             space = Space(field.space)
         else:
             space = own if field.per == 1 else spaces.block(field.per)
-        out[suffix] = Buffer(field_name(state, suffix), field.dtype, space, "state", state)
+        out[suffix] = Buffer(key, field.dtype, space, "state", state)
     return out
 
 

@@ -67,7 +67,7 @@ def _load_name(node: Node) -> str:
     """The buffer's name where the load is the value itself or a block's, else what it holds of it."""
     if node.dtype is dtypes.f32 or node.space.name == "block":
         return str(node.attr)
-    return f"{node.attr}_code" if node.dtype.is_int else f"{node.attr}_stored"
+    return f"{str(node.attr).removesuffix('_codes')}_code" if node.dtype.is_int else f"{node.attr}_stored"
 
 
 def _describe(node: Node, named: Mapping[int, Let]) -> str:

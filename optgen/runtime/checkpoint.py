@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import blocks, foreign, layout, low_bits, options, overrides, plans, sharding, state
+from optgen.runtime import blocks, foreign, keys, layout, low_bits, options, overrides, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.records import Field, Variant, as_float, in_blocks
@@ -55,7 +55,20 @@ def _blocks_and_columns(group: dict[str, Any], entries: dict[Any, Any]) -> tuple
     return group, entries
 
 
-MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters, _blocks_and_columns)
+def _names_of_codes(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """3 -> 4: the same, but for two things that version 3 would not see: a group may have "streams" of random bits;
+    codes have a name of their own, where version 3 had them under that of their state, as torch.optim has the state
+    itself.  Only the plan knows which fields are codes, so `renamed` gives them their names.
+    """
+    return group, entries
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    _say_the_version,
+    _plans_of_single_parameters,
+    _blocks_and_columns,
+    _names_of_codes,
+)
 """From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
 
 A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in
@@ -93,6 +106,29 @@ def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[st
     for step in MIGRATIONS[version:]:
         found, entries = step(found, entries)
     return {**found, "format": FORMAT}, entries
+
+
+def renamed(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label, entry: Any) -> Any:
+    """A parameter's saved state with codes under the names of their fields, not under that of the state (format 3)."""
+    if not isinstance(entry, Mapping) or p.dtype not in overrides.TRAINED:
+        return entry
+    codes = _codes(plans.chosen(cls, group, p.dtype, label).module)
+    found = {
+        key: f.name
+        for key, value in entry.items()
+        if (f := codes.get(key)) is not None
+        and f.name not in entry
+        and isinstance(value, Tensor)
+        and value.dtype == f.torch_dtype  # else it is the state itself, of a tensor that is too small for codes
+    }
+    return {found.get(key, key): value for key, value in entry.items()} if found else entry
+
+
+@lru_cache(maxsize=256)
+def _codes(plan: ModuleType) -> dict[str, Field]:
+    """The fields that hold codes, by the names of their states."""
+    variants: Sequence[Variant] = plan.VARIANTS
+    return {f.owner: f for v in variants for f in v.fields if f.name == f"{f.owner}_codes"}
 
 
 def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[str, list[str]]]:
@@ -175,6 +211,7 @@ def read(
     order = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
+    _take_streams(merged, saved_groups, order)
     _take_overrides(cls, groups, merged, saved_groups, order)
     if cls.BLOCKS:
         _take_blocks(cls, groups, merged, saved_groups, order)
@@ -190,6 +227,8 @@ def read(
         arena = _arena(cls, group, {label: p for label, p in found if _is_there(saved_state.get(order[id(p)]))})
         for i, (label, p) in enumerate(zip(labels, group["params"], strict=True)):
             entry, extra = saved_state.get(order[id(p)]), {}
+            if own:
+                entry = renamed(cls, group, p, label, entry)
             if kept and isinstance(entry, Mapping):
                 mine = kept - _names(cls, group, p, label)
                 extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
@@ -209,6 +248,8 @@ def read(
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
     if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
+    if misfits.lines and (whose := _whose(cls, merged, saved_state)):
+        misfits.heading += f": {whose}"
     misfits.stop()
     if missing and any("step" in entry for entry in state.of_parameters(loaded.states)):
         warn(
@@ -217,6 +258,37 @@ def read(
             cls,
         )
     return loaded
+
+
+WHOSE: Mapping[frozenset[str], str] = {
+    frozenset({"exp_avg", "exp_avg_sq"}): "Adam's or AdamW's",
+    frozenset({"exp_avg", "exp_inf"}): "Adamax's",
+    frozenset({"exp_avg"}): "Lion's",
+    frozenset({"momentum_buffer"}): "SGD's",
+    frozenset({"square_avg"}): "RMSprop's",
+    frozenset({"square_avg", "acc_delta"}): "Adadelta's",
+    frozenset({"sum"}): "Adagrad's",
+}
+"""The optimizers that are best known for states of these names."""
+
+
+def _whose(cls: Any, groups: Groups, saved: Mapping[Any, Any]) -> str:
+    """Return in words whose states a checkpoint seems to have; "" where they are of this class or of other names."""
+    found: set[frozenset[str]] = set()
+    for entry in saved.values():
+        names = set(map(str, entry)) - {"step"} if isinstance(entry, Mapping) else set()
+        names = {name for name in names if not name.startswith("weight_")}
+        states = {name for known in WHOSE for name in known if not names.isdisjoint({name, f"{name}_codes"})}
+        if not all(name in states or name.rpartition("_")[0] in states for name in names):
+            return ""
+        found |= {frozenset(states)} if names else set()
+    own: set[frozenset[str]] = set()
+    for group, labels in zip(groups, _labels(groups), strict=True):
+        with suppress(TypeError, ValueError):
+            for p, label in zip(group["params"], labels, strict=True):
+                own.add(frozenset(select(cls, group, p, label)[2].states))
+    known = [names for names in found if len(found) == 1 and names in WHOSE.keys() - own]
+    return f"it looks like {WHOSE[known[0]]} ({', '.join(sorted(known[0]))})" if known else ""
 
 
 def _present(
@@ -424,6 +496,20 @@ def _labels(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
     return found
 
 
+def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]) -> None:
+    """Record in merged groups by what the random bits of parameters go on that the checkpoint has no names for."""
+    found: dict[Any, plans.Label] = {}
+    for group, labels in zip(saved, _labels(saved), strict=True):
+        own = keys.streams(group)
+        found.update((n, own.get(label, label)) for n, label in zip(group["params"], labels, strict=True))
+    for group, other, labels in zip(merged, saved, _labels(merged), strict=True):
+        if "plan" in other:
+            pairs = [(label, found[order[id(p)]]) for p, label in zip(group["params"], labels, strict=True)]
+            group.pop("streams", None)
+            if any(label != stream for label, stream in pairs):
+                group["streams"] = tuple(pairs)
+
+
 def _take_overrides(
     cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
 ) -> None:
@@ -499,9 +585,7 @@ def _named(value: str) -> str:
     return {"None": "the plan of its group", plans.FULL: "fp32 states"}.get(value, value)
 
 
-def _known_ids(
-    order: Mapping[int, Any], saved: Mapping[Any, Any], beside: Collection[str], misfits: Misfits
-) -> None:
+def _known_ids(order: Mapping[int, Any], saved: Mapping[Any, Any], beside: Collection[str], misfits: Misfits) -> None:
     known = {*order.values(), *beside}
     for key in saved:
         if key not in known:
@@ -719,7 +803,7 @@ def _keep_codes(
     trial = dict(made)
     for name, (code, scale) in codes.items():
         own = {f.name: f for f in variant.fields if f.owner == name}
-        to, beside = own.get(name), own.get(f"{name}_scale")
+        to, beside = own.get(f"{name}_codes"), own.get(f"{name}_scale")
         if to is None or beside is None or len(own) > 2:
             continue
         if (to.torch_dtype, beside.torch_dtype) != (code.dtype, scale.dtype):
@@ -727,13 +811,13 @@ def _keep_codes(
         shapes = layout.field_shape(to, p.shape), layout.field_shape(beside, p.shape)
         whole = layout.grid(layout.matrix_shape(to.matrix, p.shape))[1] % beside.per == 0
         if whole and (code.numel(), scale.numel()) == (math.prod(shapes[0]), math.prod(shapes[1])):
-            trial[name] = code.reshape(shapes[0]).to(p.device, copy=True)
+            trial[to.name] = code.reshape(shapes[0]).to(p.device, copy=True)
             trial[f"{name}_scale"] = scale.reshape(shapes[1]).to(p.device, copy=True)
-    changed = [name for name in codes if trial.get(name) is not made.get(name)]
+    changed = [name for name in codes if trial.get(f"{name}_codes") is not made.get(f"{name}_codes")]
     read = layout.decode(plan, variant, p, trial, changed) if changed else {}
     for name in changed:
         if torch.equal(read[name], values[name].to(torch.float32)):
-            for field in (name, f"{name}_scale"):
+            for field in (f"{name}_codes", f"{name}_scale"):
                 made[field].copy_(trial[field])
 
 

@@ -225,7 +225,8 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
             group = {**group, **options.check(cls, {**defaults, **group})}
             p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]), device="cpu")
             label = _label(group, place, at)
-            now = _decoded(cls, {**defaults, **group}, p, entries[number], label).get(name, values)
+            kept = checkpoint.renamed(cls, {**defaults, **group}, p, label, entries[number])
+            now = _decoded(cls, {**defaults, **group}, p, kept, label).get(name, values)
         except (TypeError, ValueError, RuntimeError):  # no such plan, or not for this dtype; no room for such a shape
             continue
         # Far more than machines differ by, far less than the codes of one curve differ from those of another.

@@ -3,7 +3,8 @@
 The kernels hash (element index, stream key, step key) into one 32-bit word.  Both keys are made here:
 
 - the stream key names the parameter: a hash of its name where the optimizer was given named parameters, so
-  that neither their order nor their grouping changes a bit; else of its position over all groups;
+  that neither their order nor their grouping changes a bit; else of its position over all groups.  Parameters with
+  names that go on from a checkpoint without keep the positions, which their group records under "streams";
 - the step key has two parts, since noise is evenly spread over a window of 256 steps and drawn anew then
   (lower/noise.py): its lowest bits are those of the step's place in its window, reversed, the others mix the group's
   seed with the window's number.
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
@@ -59,3 +62,21 @@ def stream_key(parameter: str | int) -> int:
     if isinstance(parameter, str):
         return int.from_bytes(hashlib.blake2b(parameter.encode(), digest_size=4).digest(), "little", signed=True)
     return _signed(_mix(((parameter + 1) * _GOLDEN) & _MASK) >> 32)
+
+
+Label = str | int
+
+
+def streams(group: Mapping[str, Any]) -> dict[Label, Label]:
+    """What the stream keys of a group's parameters are made of, where that is not what the group calls them."""
+    return dict(group.get("streams") or ())
+
+
+def recorded(value: Any, owner: str) -> tuple[tuple[Label, Label], ...]:
+    """What a group holds under "streams", checked: (name or position, name or position) pairs."""
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(x) in (str, int) for x in pair)
+        for pair in value
+    ):
+        raise TypeError(f"{owner}: streams of a group must be pairs of names or positions, got {value!r:.80}")
+    return tuple((label, stream) for label, stream in value)

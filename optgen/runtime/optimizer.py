@@ -297,17 +297,22 @@ class Optimizer(torch.optim.Optimizer):
 
     def _bring_up(self) -> None:
         """Groups and states of an older version, as a pickle may hold them."""
+        current = [group.get("format") == checkpoint.FORMAT for group in self.param_groups]
         for group in self.param_groups:
             own = {p: self.state[p] for p in group["params"] if p in self.state}
             found, own = checkpoint.migrated(group, own)
             group.update(found)
             self.state.update(own)
+        if not all(current):
+            for p, group, _, name in self._entries():
+                if p in self.state:
+                    self.state[p] = checkpoint.renamed(type(self), group, p, name, self.state[p])
         self.defaults["format"] = checkpoint.FORMAT
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
         for i, group in enumerate(self.param_groups):
-            shown_options = {k: v for k, v in group.items() if k not in ("params", "param_names", "format")}
+            shown_options = {k: v for k, v in group.items() if k not in ("params", "param_names", "streams", "format")}
             for key in ("overrides", "blocks"):
                 if isinstance(given := shown_options.get(key), tuple):  # as many pairs as parameters, maybe
                     shown_options[key] = dict(Counter(value for _, value in given))
@@ -782,7 +787,7 @@ class Optimizer(torch.optim.Optimizer):
             chosen: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
             names, start = group.get("param_names"), position
             position += len(group["params"])
-            special, in_blocks = plans.own(group), of_rows.of(type(self), group)
+            special, in_blocks, streams = plans.own(group), of_rows.of(type(self), group), keys.streams(group)
             own: str | None = None
             choice: Choice | None = None
             bucket: Bucket | None = None
@@ -872,7 +877,7 @@ class Optimizer(torch.optim.Optimizer):
                 bucket.params.append(p)
                 bucket.grads.append(g)
                 bucket.states.append(entry if entry is not None else {})
-                bucket.streams.append(keys.stream_key(name))
+                bucket.streams.append(keys.stream_key(streams.get(name, name) if streams else name))
                 bucket.names.append(name)
         if len(dtypes) > 2 * position:  # parameters were swapped for others: forget those that left
             live = {id(p) for group in self.param_groups for p in group["params"]}
@@ -1201,6 +1206,8 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, its options in Python's own numbers; groups say which entries of the states are a user's own.
 
+        It is for `load_state_dict` of this class.  Codes stand under names of their own (`exp_avg_codes`), so that
+        torch.optim does not take them for states: `dense_state_dict` is the form that torch.optim loads.
         RuntimeError between `eval()` and `train()`: the model then holds other weights.
         """
         self._refuse_in_evaluation("state_dict()")

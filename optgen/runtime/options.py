@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import blocks, overrides, plans
+from optgen.runtime import blocks, keys, overrides, plans
 from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name
 from optgen.runtime.warn import warn
 
@@ -21,7 +21,7 @@ IGNORED = frozenset({"foreach"})
 
 REFUSED = {"differentiable": "the step is one fused kernel that autograd does not see"}
 
-OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "format"})
+OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "streams", "format"})
 """Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
 
 RUNNING = ("capturable", "fused", "offload")
@@ -74,6 +74,8 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
         found["overrides"] = overrides.recorded(cls, group["overrides"])
     if cls.BLOCKS and _said(group, "blocks"):
         found["blocks"] = blocks.recorded(cls, group["blocks"])
+    if _said(group, "streams"):
+        found["streams"] = keys.recorded(group["streams"], owner)
     for name, reason in REFUSED.items():
         if _said(group, name):
             raise ValueError(f"{owner} does not support {name}={group[name]!r:.80}: {reason}")

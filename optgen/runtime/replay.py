@@ -204,7 +204,7 @@ class Group:
         self.keys = tuple(group)
         self.names = _copied(group.get("param_names"))
         self.plan, self.backend = _copied(group.get("plan")), group["backend"]
-        self.overrides, self.blocks = group.get("overrides"), group.get("blocks")
+        self.overrides, self.blocks, self.streams = (group.get(key) for key in ("overrides", "blocks", "streams"))
         self.flags = options.flags_of(cls, group)
         self._read(group)
 
@@ -245,6 +245,7 @@ class Group:
             or group["plan"] != self.plan
             or group.get("overrides") != self.overrides
             or group.get("blocks") != self.blocks
+            or group.get("streams") != self.streams
             or group["backend"] != self.backend
             or options.flags_of(self.cls, group) != self.flags
         ):

@@ -38,9 +38,9 @@ struct adabelief_float32 {
         float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_var_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_var_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_var_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -115,10 +115,10 @@ struct adabelief_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_var_code = raw(exp_avg_var_at + i);
+                const U8 exp_avg_var_code = raw(exp_avg_var_codes_at + i);
                 const I exp_avg_var_piece = to_int(exp_avg_var_code);
                 const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_piece * exp_avg_var_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -184,8 +184,8 @@ struct adabelief_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_var_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_var_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_var_half_add(exp_avg_var_half_add_kept[b]);
             const I exp_avg_var_base(exp_avg_var_base_kept[b]);
@@ -199,8 +199,8 @@ struct adabelief_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_var_offset = ((noise & 4095) << 12 | 2048) + exp_avg_var_half_add;
                 const I exp_avg_var_position = max(I(0), min(bits(exp_avg_var_sqrt) - exp_avg_var_base, exp_avg_var_base_sub)) * exp_avg_var_scale + exp_avg_var_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_var_at + i, exp_avg_var_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_var_codes_at + i, exp_avg_var_position);
             }
         }
     }
@@ -268,9 +268,9 @@ struct adabelief_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_var_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_var_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_var_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -345,10 +345,10 @@ struct adabelief_bfloat16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_var_code = raw(exp_avg_var_at + i);
+                const U8 exp_avg_var_code = raw(exp_avg_var_codes_at + i);
                 const I exp_avg_var_piece = to_int(exp_avg_var_code);
                 const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_piece * exp_avg_var_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -430,8 +430,8 @@ struct adabelief_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_var_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_var_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_var_half_add(exp_avg_var_half_add_kept[b]);
             const I exp_avg_var_base(exp_avg_var_base_kept[b]);
@@ -445,8 +445,8 @@ struct adabelief_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_var_half_add;
                 const I exp_avg_var_position = max(I(0), min(bits(exp_avg_var_sqrt) - exp_avg_var_base, exp_avg_var_base_sub)) * exp_avg_var_scale + exp_avg_var_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_var_at + i, exp_avg_var_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_var_codes_at + i, exp_avg_var_position);
             }
         }
     }
@@ -540,9 +540,9 @@ struct adabelief_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_var_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_var_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_var_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -617,10 +617,10 @@ struct adabelief_float16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_var_code = raw(exp_avg_var_at + i);
+                const U8 exp_avg_var_code = raw(exp_avg_var_codes_at + i);
                 const I exp_avg_var_piece = to_int(exp_avg_var_code);
                 const F exp_avg_var_value = as_float(exp_avg_var_middle_2 + exp_avg_var_piece * exp_avg_var_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -720,8 +720,8 @@ struct adabelief_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_var_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_var_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_var_half_add(exp_avg_var_half_add_kept[b]);
             const I exp_avg_var_base(exp_avg_var_base_kept[b]);
@@ -735,8 +735,8 @@ struct adabelief_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_var_half_add;
                 const I exp_avg_var_position = max(I(0), min(bits(exp_avg_var_sqrt) - exp_avg_var_base, exp_avg_var_base_sub)) * exp_avg_var_scale + exp_avg_var_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_var_at + i, exp_avg_var_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_var_codes_at + i, exp_avg_var_position);
             }
         }
     }

@@ -23,9 +23,10 @@ from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, s
 
 
 def adabelief_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_var_tensor, exp_avg_var_range_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_var_codes_tensor,
+    exp_avg_var_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -42,7 +43,7 @@ def adabelief_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -56,7 +57,7 @@ def adabelief_float32(
     exp_avg_var_step = quotient(4194304.0, exp_avg_var_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = torch.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
-    exp_avg_var_code = b.elements(exp_avg_var_tensor)
+    exp_avg_var_code = b.elements(exp_avg_var_codes_tensor)
     exp_avg_var_piece = exp_avg_var_code.to(torch.int32)
     exp_avg_var_value = (exp_avg_var_middle + exp_avg_var_piece * exp_avg_var_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -106,9 +107,9 @@ def adabelief_float32(
     exp_avg_var_code = exp_avg_var_position >> 24 & 0xff
     exp_avg_var_header = exp_avg_var_first - 128 << 8 | exp_avg_var_cells
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_var_tensor, exp_avg_var_code.to(torch.uint8))
+    b.store(exp_avg_var_codes_tensor, exp_avg_var_code.to(torch.uint8))
     b.store_per_block(exp_avg_var_range_tensor, exp_avg_var_header.to(torch.int16))
 
 
@@ -148,10 +149,10 @@ def adabelief_float32_small(
 
 
 def adabelief_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_var_tensor,
-    exp_avg_var_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_var_codes_tensor, exp_avg_var_range_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -172,7 +173,7 @@ def adabelief_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -186,7 +187,7 @@ def adabelief_bfloat16(
     exp_avg_var_step = quotient(4194304.0, exp_avg_var_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = torch.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
-    exp_avg_var_code = b.elements(exp_avg_var_tensor)
+    exp_avg_var_code = b.elements(exp_avg_var_codes_tensor)
     exp_avg_var_piece = exp_avg_var_code.to(torch.int32)
     exp_avg_var_value = (exp_avg_var_middle + exp_avg_var_piece * exp_avg_var_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -239,9 +240,9 @@ def adabelief_bfloat16(
     exp_avg_var_header = exp_avg_var_first - 128 << 8 | exp_avg_var_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_var_tensor, exp_avg_var_code.to(torch.uint8))
+    b.store(exp_avg_var_codes_tensor, exp_avg_var_code.to(torch.uint8))
     b.store_per_block(exp_avg_var_range_tensor, exp_avg_var_header.to(torch.int16))
 
 
@@ -296,10 +297,10 @@ def adabelief_bfloat16_small(
 
 
 def adabelief_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_var_tensor,
-    exp_avg_var_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_var_codes_tensor, exp_avg_var_range_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -326,7 +327,7 @@ def adabelief_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -340,7 +341,7 @@ def adabelief_float16(
     exp_avg_var_step = quotient(4194304.0, exp_avg_var_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = torch.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
-    exp_avg_var_code = b.elements(exp_avg_var_tensor)
+    exp_avg_var_code = b.elements(exp_avg_var_codes_tensor)
     exp_avg_var_piece = exp_avg_var_code.to(torch.int32)
     exp_avg_var_value = (exp_avg_var_middle + exp_avg_var_piece * exp_avg_var_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -403,9 +404,9 @@ def adabelief_float16(
     exp_avg_var_header = exp_avg_var_first - 128 << 8 | exp_avg_var_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_var_tensor, exp_avg_var_code.to(torch.uint8))
+    b.store(exp_avg_var_codes_tensor, exp_avg_var_code.to(torch.uint8))
     b.store_per_block(exp_avg_var_range_tensor, exp_avg_var_header.to(torch.int16))
 
 
@@ -476,7 +477,7 @@ def adabelief_float16_small(
 
 
 def adabelief_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_var_tensor, exp_avg_var_range_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_var_codes_tensor, exp_avg_var_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -485,7 +486,7 @@ def adabelief_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -497,7 +498,7 @@ def adabelief_float32_decode(
     exp_avg_var_step = quotient(4194304.0, exp_avg_var_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = torch.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
-    exp_avg_var_code = b.elements(exp_avg_var_tensor)
+    exp_avg_var_code = b.elements(exp_avg_var_codes_tensor)
     exp_avg_var_piece = exp_avg_var_code.to(torch.int32)
     exp_avg_var_value = (exp_avg_var_middle + exp_avg_var_piece * exp_avg_var_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -537,9 +538,9 @@ def adabelief_float32_encode(values):
     exp_avg_var_header = exp_avg_var_first - 128 << 8 | exp_avg_var_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_var": b.flat(exp_avg_var_code.to(torch.uint8)),
+        "exp_avg_var_codes": b.flat(exp_avg_var_code.to(torch.uint8)),
         "exp_avg_var_range": b.flat_per_block(exp_avg_var_header.to(torch.int16)),
     }
 
@@ -571,7 +572,7 @@ def adabelief_float32_small_encode(values):
 
 
 def adabelief_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_var_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_var_codes_tensor,
     exp_avg_var_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -585,7 +586,7 @@ def adabelief_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -597,7 +598,7 @@ def adabelief_bfloat16_decode(
     exp_avg_var_step = quotient(4194304.0, exp_avg_var_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = torch.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
-    exp_avg_var_code = b.elements(exp_avg_var_tensor)
+    exp_avg_var_code = b.elements(exp_avg_var_codes_tensor)
     exp_avg_var_piece = exp_avg_var_code.to(torch.int32)
     exp_avg_var_value = (exp_avg_var_middle + exp_avg_var_piece * exp_avg_var_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -640,9 +641,9 @@ def adabelief_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_var": b.flat(exp_avg_var_code.to(torch.uint8)),
+        "exp_avg_var_codes": b.flat(exp_avg_var_code.to(torch.uint8)),
         "exp_avg_var_range": b.flat_per_block(exp_avg_var_header.to(torch.int16)),
     }
 
@@ -681,7 +682,7 @@ def adabelief_bfloat16_small_encode(values):
 
 
 def adabelief_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_var_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_var_codes_tensor,
     exp_avg_var_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -701,7 +702,7 @@ def adabelief_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -713,7 +714,7 @@ def adabelief_float16_decode(
     exp_avg_var_step = quotient(4194304.0, exp_avg_var_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = torch.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
-    exp_avg_var_code = b.elements(exp_avg_var_tensor)
+    exp_avg_var_code = b.elements(exp_avg_var_codes_tensor)
     exp_avg_var_piece = exp_avg_var_code.to(torch.int32)
     exp_avg_var_value = (exp_avg_var_middle + exp_avg_var_piece * exp_avg_var_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -766,9 +767,9 @@ def adabelief_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_var": b.flat(exp_avg_var_code.to(torch.uint8)),
+        "exp_avg_var_codes": b.flat(exp_avg_var_code.to(torch.uint8)),
         "exp_avg_var_range": b.flat_per_block(exp_avg_var_header.to(torch.int16)),
     }
 

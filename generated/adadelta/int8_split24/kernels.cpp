@@ -40,9 +40,9 @@ struct adadelta_float32 {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict acc_delta_at = (uint8_t *)at[4];         // uint8 [n]  read and written
+        uint8_t *__restrict acc_delta_codes_at = (uint8_t *)at[4];   // uint8 [n]  read and written
         int16_t *__restrict acc_delta_range_at = (int16_t *)at[5];   // int16 [blocks of 64]  read and written
         const F rho(scalars[0]);
         const F eps(scalars[1]);
@@ -122,7 +122,7 @@ struct adadelta_float32 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 acc_delta_code = raw(acc_delta_at + i);
+                const U8 acc_delta_code = raw(acc_delta_codes_at + i);
                 const I acc_delta_piece = to_int(acc_delta_code);
                 const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_piece * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -130,7 +130,7 @@ struct adadelta_float32 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -211,8 +211,8 @@ struct adadelta_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(acc_delta_codes_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -230,8 +230,8 @@ struct adadelta_float32 {
                 const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_half_add;
                 const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
-                store_byte<3>(square_avg_at + i, square_avg_position);
-                store_byte<3>(acc_delta_at + i, acc_delta_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
+                store_byte<3>(acc_delta_codes_at + i, acc_delta_position);
             }
         }
     }
@@ -299,9 +299,9 @@ struct adadelta_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict acc_delta_at = (uint8_t *)at[5];         // uint8 [n]  read and written
+        uint8_t *__restrict acc_delta_codes_at = (uint8_t *)at[5];   // uint8 [n]  read and written
         int16_t *__restrict acc_delta_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
         const F rho(scalars[0]);
         const F eps(scalars[1]);
@@ -381,7 +381,7 @@ struct adadelta_bfloat16 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 acc_delta_code = raw(acc_delta_at + i);
+                const U8 acc_delta_code = raw(acc_delta_codes_at + i);
                 const I acc_delta_piece = to_int(acc_delta_code);
                 const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_piece * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -391,7 +391,7 @@ struct adadelta_bfloat16 {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);         // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -475,8 +475,8 @@ struct adadelta_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(acc_delta_codes_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -494,8 +494,8 @@ struct adadelta_bfloat16 {
                 const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add;
                 const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
-                store_byte<3>(square_avg_at + i, square_avg_position);
-                store_byte<3>(acc_delta_at + i, acc_delta_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
+                store_byte<3>(acc_delta_codes_at + i, acc_delta_position);
             }
         }
     }
@@ -588,9 +588,9 @@ struct adadelta_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict acc_delta_at = (uint8_t *)at[5];         // uint8 [n]  read and written
+        uint8_t *__restrict acc_delta_codes_at = (uint8_t *)at[5];   // uint8 [n]  read and written
         int16_t *__restrict acc_delta_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
         const F rho(scalars[0]);
         const F eps(scalars[1]);
@@ -670,7 +670,7 @@ struct adadelta_float16 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 acc_delta_code = raw(acc_delta_at + i);
+                const U8 acc_delta_code = raw(acc_delta_codes_at + i);
                 const I acc_delta_piece = to_int(acc_delta_code);
                 const F acc_delta_value = as_float(acc_delta_middle_2 + acc_delta_piece * acc_delta_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -688,7 +688,7 @@ struct adadelta_float16 {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -782,8 +782,8 @@ struct adadelta_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(acc_delta_codes_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -801,8 +801,8 @@ struct adadelta_float16 {
                 const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add;
                 const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
-                store_byte<3>(square_avg_at + i, square_avg_position);
-                store_byte<3>(acc_delta_at + i, acc_delta_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
+                store_byte<3>(acc_delta_codes_at + i, acc_delta_position);
             }
         }
     }

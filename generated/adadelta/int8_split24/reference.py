@@ -25,8 +25,9 @@ from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, s
 
 
 def adadelta_float32(
-    p_tensor, g_tensor, square_avg_tensor, square_avg_range_tensor, acc_delta_tensor, acc_delta_range_tensor,
-    lr, rho, eps, weight_decay, grad_scale, one_minus_rho, step_key, stream_key, place=None,
+    p_tensor, g_tensor, square_avg_codes_tensor, square_avg_range_tensor, acc_delta_codes_tensor,
+    acc_delta_range_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -41,7 +42,7 @@ def adadelta_float32(
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
     acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = b.elements(acc_delta_tensor)
+    acc_delta_code = b.elements(acc_delta_codes_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
     acc_delta_value = (acc_delta_middle + acc_delta_piece * acc_delta_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -52,7 +53,7 @@ def adadelta_float32(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -111,9 +112,9 @@ def adadelta_float32(
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     b.store(p_tensor, p)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(acc_delta_tensor, acc_delta_code.to(torch.uint8))
+    b.store(acc_delta_codes_tensor, acc_delta_code.to(torch.uint8))
     b.store_per_block(acc_delta_range_tensor, acc_delta_header.to(torch.int16))
 
 
@@ -147,9 +148,9 @@ def adadelta_float32_small(
 
 
 def adadelta_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, acc_delta_tensor,
-    acc_delta_range_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    acc_delta_codes_tensor, acc_delta_range_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
+    step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -168,7 +169,7 @@ def adadelta_bfloat16(
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
     acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = b.elements(acc_delta_tensor)
+    acc_delta_code = b.elements(acc_delta_codes_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
     acc_delta_value = (acc_delta_middle + acc_delta_piece * acc_delta_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -179,7 +180,7 @@ def adadelta_bfloat16(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -241,9 +242,9 @@ def adadelta_bfloat16(
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(acc_delta_tensor, acc_delta_code.to(torch.uint8))
+    b.store(acc_delta_codes_tensor, acc_delta_code.to(torch.uint8))
     b.store_per_block(acc_delta_range_tensor, acc_delta_header.to(torch.int16))
 
 
@@ -292,9 +293,9 @@ def adadelta_bfloat16_small(
 
 
 def adadelta_float16(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, acc_delta_tensor,
-    acc_delta_range_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    acc_delta_codes_tensor, acc_delta_range_tensor, lr, rho, eps, weight_decay, grad_scale, one_minus_rho,
+    step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -319,7 +320,7 @@ def adadelta_float16(
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
     acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = b.elements(acc_delta_tensor)
+    acc_delta_code = b.elements(acc_delta_codes_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
     acc_delta_value = (acc_delta_middle + acc_delta_piece * acc_delta_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -330,7 +331,7 @@ def adadelta_float16(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -402,9 +403,9 @@ def adadelta_float16(
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(acc_delta_tensor, acc_delta_code.to(torch.uint8))
+    b.store(acc_delta_codes_tensor, acc_delta_code.to(torch.uint8))
     b.store_per_block(acc_delta_range_tensor, acc_delta_header.to(torch.int16))
 
 
@@ -469,7 +470,8 @@ def adadelta_float16_small(
 
 
 def adadelta_float32_decode(
-    p_tensor, square_avg_tensor, square_avg_range_tensor, acc_delta_tensor, acc_delta_range_tensor,
+    p_tensor, square_avg_codes_tensor, square_avg_range_tensor, acc_delta_codes_tensor,
+    acc_delta_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -480,7 +482,7 @@ def adadelta_float32_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -491,7 +493,7 @@ def adadelta_float32_decode(
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
     acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = b.elements(acc_delta_tensor)
+    acc_delta_code = b.elements(acc_delta_codes_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
     acc_delta_value = (acc_delta_middle + acc_delta_piece * acc_delta_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -537,9 +539,9 @@ def adadelta_float32_encode(values):
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     return {
         "p": b.flat(in_p),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "acc_delta": b.flat(acc_delta_code.to(torch.uint8)),
+        "acc_delta_codes": b.flat(acc_delta_code.to(torch.uint8)),
         "acc_delta_range": b.flat_per_block(acc_delta_header.to(torch.int16)),
     }
 
@@ -571,7 +573,7 @@ def adadelta_float32_small_encode(values):
 
 
 def adadelta_bfloat16_decode(
-    p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, acc_delta_tensor,
+    p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor, acc_delta_codes_tensor,
     acc_delta_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -587,7 +589,7 @@ def adadelta_bfloat16_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -598,7 +600,7 @@ def adadelta_bfloat16_decode(
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
     acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = b.elements(acc_delta_tensor)
+    acc_delta_code = b.elements(acc_delta_codes_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
     acc_delta_value = (acc_delta_middle + acc_delta_piece * acc_delta_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -647,9 +649,9 @@ def adadelta_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "acc_delta": b.flat(acc_delta_code.to(torch.uint8)),
+        "acc_delta_codes": b.flat(acc_delta_code.to(torch.uint8)),
         "acc_delta_range": b.flat_per_block(acc_delta_header.to(torch.int16)),
     }
 
@@ -688,7 +690,7 @@ def adadelta_bfloat16_small_encode(values):
 
 
 def adadelta_float16_decode(
-    p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, acc_delta_tensor,
+    p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor, acc_delta_codes_tensor,
     acc_delta_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -710,7 +712,7 @@ def adadelta_float16_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -721,7 +723,7 @@ def adadelta_float16_decode(
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
     acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = b.elements(acc_delta_tensor)
+    acc_delta_code = b.elements(acc_delta_codes_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
     acc_delta_value = (acc_delta_middle + acc_delta_piece * acc_delta_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -780,9 +782,9 @@ def adadelta_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "acc_delta": b.flat(acc_delta_code.to(torch.uint8)),
+        "acc_delta_codes": b.flat(acc_delta_code.to(torch.uint8)),
         "acc_delta_range": b.flat_per_block(acc_delta_header.to(torch.int16)),
     }
 

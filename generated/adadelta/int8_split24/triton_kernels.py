@@ -31,8 +31,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adadelta_float32_tile(
-    p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, acc_delta_ptr, acc_delta_range_ptr, at, at_block,
-    live, live_block, index, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+    p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, acc_delta_codes_ptr, acc_delta_range_ptr, at,
+    at_block, live, live_block, index, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -43,7 +43,7 @@ def adadelta_float32_tile(
     acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
+    acc_delta_code = get(acc_delta_codes_ptr, at, live, MASKED)
     acc_delta_piece = apart(acc_delta_code)
     acc_delta_value = (acc_delta_middle[:, None] + acc_delta_piece * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -57,7 +57,7 @@ def adadelta_float32_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -97,7 +97,7 @@ def adadelta_float32_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
@@ -115,7 +115,7 @@ def adadelta_float32_tile(
     acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000
     acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_half_add[:, None]
     acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_base_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
-    put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
+    put(acc_delta_codes_ptr, at, byte(acc_delta_position, 3), live, MASKED)
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
@@ -132,9 +132,9 @@ def adadelta_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 3, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    acc_delta_ptr = pointer(row + 4, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    acc_delta_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     acc_delta_range_ptr = pointer(row + 5, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -160,9 +160,9 @@ def adadelta_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adadelta_float32_tile(
-                p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, acc_delta_ptr, acc_delta_range_ptr, where, block,
-                live, live_block, number, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, acc_delta_codes_ptr, acc_delta_range_ptr,
+                where, block, live, live_block, number, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -171,9 +171,9 @@ def adadelta_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        acc_delta_ptr += origin
+        acc_delta_codes_ptr += origin
         acc_delta_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -182,8 +182,8 @@ def adadelta_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adadelta_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, acc_delta_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_codes_ptr + start + odd * TILE,
+                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, acc_delta_codes_ptr + start + odd * TILE,
                     acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                     step_key, stream_key, False,
@@ -195,10 +195,11 @@ def adadelta_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adadelta_float32_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
-                acc_delta_ptr + start, acc_delta_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                step_key, stream_key, True,
+                p_ptr + start, g_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, acc_delta_codes_ptr + start,
+                acc_delta_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, True,
             )
 
 
@@ -275,9 +276,9 @@ def adadelta_float32_small(
 
 @triton.jit
 def adadelta_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, acc_delta_ptr, acc_delta_range_ptr,
-    at, at_block, live, live_block, index, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, acc_delta_codes_ptr,
+    acc_delta_range_ptr, at, at_block, live, live_block, index, rho, eps, weight_decay, grad_scale,
+    one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -287,7 +288,7 @@ def adadelta_bfloat16_tile(
     acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
+    acc_delta_code = get(acc_delta_codes_ptr, at, live, MASKED)
     acc_delta_piece = apart(acc_delta_code)
     acc_delta_value = (acc_delta_middle[:, None] + acc_delta_piece * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -304,7 +305,7 @@ def adadelta_bfloat16_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -347,7 +348,7 @@ def adadelta_bfloat16_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
@@ -365,7 +366,7 @@ def adadelta_bfloat16_tile(
     acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000
     acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add[:, None]
     acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_base_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
-    put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
+    put(acc_delta_codes_ptr, at, byte(acc_delta_position, 3), live, MASKED)
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
@@ -383,9 +384,9 @@ def adadelta_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    acc_delta_ptr = pointer(row + 5, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    acc_delta_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     acc_delta_range_ptr = pointer(row + 6, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -411,9 +412,9 @@ def adadelta_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adadelta_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, acc_delta_ptr, acc_delta_range_ptr,
-                where, block, live, live_block, number, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, acc_delta_codes_ptr,
+                acc_delta_range_ptr, where, block, live, live_block, number, rho, eps, weight_decay, grad_scale,
+                one_minus_rho, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -423,9 +424,9 @@ def adadelta_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        acc_delta_ptr += origin
+        acc_delta_codes_ptr += origin
         acc_delta_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -435,8 +436,8 @@ def adadelta_bfloat16(
             for odd in tl.static_range(2):
                 adadelta_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    acc_delta_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    acc_delta_codes_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale,
                     one_minus_rho, minus_lr, step_key, stream_key, False,
                 )
@@ -447,8 +448,8 @@ def adadelta_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adadelta_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + full * BLOCKS + part * FEW, acc_delta_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, acc_delta_codes_ptr + start,
                 acc_delta_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
                 stream_key, True,
@@ -564,9 +565,9 @@ def adadelta_bfloat16_small(
 
 @triton.jit
 def adadelta_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, acc_delta_ptr, acc_delta_range_ptr,
-    at, at_block, live, live_block, index, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, acc_delta_codes_ptr,
+    acc_delta_range_ptr, at, at_block, live, live_block, index, rho, eps, weight_decay, grad_scale,
+    one_minus_rho, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -576,7 +577,7 @@ def adadelta_float16_tile(
     acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
-    acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
+    acc_delta_code = get(acc_delta_codes_ptr, at, live, MASKED)
     acc_delta_piece = apart(acc_delta_code)
     acc_delta_value = (acc_delta_middle[:, None] + acc_delta_piece * acc_delta_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -600,7 +601,7 @@ def adadelta_float16_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -652,7 +653,7 @@ def adadelta_float16_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
@@ -670,7 +671,7 @@ def adadelta_float16_tile(
     acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000
     acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add[:, None]
     acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_base_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
-    put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
+    put(acc_delta_codes_ptr, at, byte(acc_delta_position, 3), live, MASKED)
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
@@ -688,9 +689,9 @@ def adadelta_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    acc_delta_ptr = pointer(row + 5, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    acc_delta_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     acc_delta_range_ptr = pointer(row + 6, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -716,9 +717,9 @@ def adadelta_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adadelta_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, acc_delta_ptr, acc_delta_range_ptr,
-                where, block, live, live_block, number, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, acc_delta_codes_ptr,
+                acc_delta_range_ptr, where, block, live, live_block, number, rho, eps, weight_decay, grad_scale,
+                one_minus_rho, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -728,9 +729,9 @@ def adadelta_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        acc_delta_ptr += origin
+        acc_delta_codes_ptr += origin
         acc_delta_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -740,8 +741,8 @@ def adadelta_float16(
             for odd in tl.static_range(2):
                 adadelta_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    acc_delta_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    acc_delta_codes_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale,
                     one_minus_rho, minus_lr, step_key, stream_key, False,
                 )
@@ -752,8 +753,8 @@ def adadelta_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adadelta_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + full * BLOCKS + part * FEW, acc_delta_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, acc_delta_codes_ptr + start,
                 acc_delta_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
                 stream_key, True,

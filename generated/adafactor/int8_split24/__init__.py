@@ -230,7 +230,7 @@ VARIANTS = (
         small=False,
         flags={'factored': False},
         fields=(
-            Field("variance", "uint8", per=1, zero=0, state="variance", nonneg=True),
+            Field("variance_codes", "uint8", per=1, zero=0, state="variance", nonneg=True),
             Field("variance_range", "int16", per=64, zero=0, state="variance", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
@@ -292,7 +292,7 @@ VARIANTS = (
         flags={'factored': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("variance", "uint8", per=1, zero=0, state="variance", nonneg=True),
+            Field("variance_codes", "uint8", per=1, zero=0, state="variance", nonneg=True),
             Field("variance_range", "int16", per=64, zero=0, state="variance", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),
@@ -355,7 +355,7 @@ VARIANTS = (
         flags={'factored': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("variance", "uint8", per=1, zero=0, state="variance", nonneg=True),
+            Field("variance_codes", "uint8", per=1, zero=0, state="variance", nonneg=True),
             Field("variance_range", "int16", per=64, zero=0, state="variance", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('grad_scale', 'one_minus_t_pow_beta2_decay', 'one_minus_beta2', 'eps1_times_eps1', 'eps2', 'd', 'lr_min_t_pow_m0p5', 'one_minus_lr_times_weight_decay'),

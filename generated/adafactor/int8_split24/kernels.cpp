@@ -849,7 +849,7 @@ struct adafactor_float32_no_factored_1 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // variance
+        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // variance_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 3},  // variance_range
         {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_alpha
         {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
@@ -860,7 +860,7 @@ struct adafactor_float32_no_factored_1 {
         const float *__restrict p_at = (const float *)at[0];                   // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict variance_at = (const uint8_t *)at[2];        // uint8 [n]  read
+        const uint8_t *__restrict variance_codes_at = (const uint8_t *)at[2];  // uint8 [n]  read
         const int16_t *__restrict variance_range_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_of_g_at = (float *)at[5];                 // float32 [tensor]  for tensor_sum
@@ -886,14 +886,14 @@ struct adafactor_float32_no_factored_1 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_at + i);
+                const U8 variance_code = raw(variance_codes_at + i);
                 const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -953,7 +953,7 @@ struct adafactor_float32_no_factored_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // variance
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // variance_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // variance_range
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
     };
@@ -969,7 +969,7 @@ struct adafactor_float32_no_factored_3 {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict variance_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict variance_codes_at = (uint8_t *)at[2];      // uint8 [n]  read and written
         int16_t *__restrict variance_range_at = (int16_t *)at[3];      // int16 [blocks of 64]  read and written
         const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -1031,7 +1031,7 @@ struct adafactor_float32_no_factored_3 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_at + i);
+                const U8 variance_code = raw(variance_codes_at + i);
                 const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1083,7 +1083,7 @@ struct adafactor_float32_no_factored_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
             const I variance_half_add(variance_half_add_kept[b]);
             const I variance_base(variance_base_kept[b]);
             const I variance_base_sub(variance_base_sub_kept[b]);
@@ -1094,7 +1094,7 @@ struct adafactor_float32_no_factored_3 {
                 const I variance_pattern = load(variance_pattern_kept + i);
                 const I variance_offset = lshr(noise, 8) + variance_half_add;
                 const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
-                store_byte<3>(variance_at + i, variance_position);
+                store_byte<3>(variance_codes_at + i, variance_position);
             }
         }
     }
@@ -1231,7 +1231,7 @@ struct adafactor_bfloat16_no_factored_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // variance
+        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // variance_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // variance_range
         {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_alpha
         {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
@@ -1243,7 +1243,7 @@ struct adafactor_bfloat16_no_factored_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];      // uint8 [n]  read
-        const uint8_t *__restrict variance_at = (const uint8_t *)at[3];        // uint8 [n]  read
+        const uint8_t *__restrict variance_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
         const int16_t *__restrict variance_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_of_g_at = (float *)at[6];                 // float32 [tensor]  for tensor_sum
@@ -1270,7 +1270,7 @@ struct adafactor_bfloat16_no_factored_1 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1279,7 +1279,7 @@ struct adafactor_bfloat16_no_factored_1 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_at + i);
+                const U8 variance_code = raw(variance_codes_at + i);
                 const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1341,7 +1341,7 @@ struct adafactor_bfloat16_no_factored_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // variance
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // variance_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // variance_range
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
     };
@@ -1358,7 +1358,7 @@ struct adafactor_bfloat16_no_factored_3 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict variance_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        uint8_t *__restrict variance_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
         int16_t *__restrict variance_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
         const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -1421,7 +1421,7 @@ struct adafactor_bfloat16_no_factored_3 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_at + i);
+                const U8 variance_code = raw(variance_codes_at + i);
                 const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1478,7 +1478,7 @@ struct adafactor_bfloat16_no_factored_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
             const I variance_half_add(variance_half_add_kept[b]);
             const I variance_base(variance_base_kept[b]);
             const I variance_base_sub(variance_base_sub_kept[b]);
@@ -1489,7 +1489,7 @@ struct adafactor_bfloat16_no_factored_3 {
                 const I variance_pattern = load(variance_pattern_kept + i);
                 const I variance_offset = lshr(noise, 8) + variance_half_add;
                 const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
-                store_byte<3>(variance_at + i, variance_position);
+                store_byte<3>(variance_codes_at + i, variance_position);
             }
         }
     }
@@ -1625,7 +1625,7 @@ struct adafactor_float16_no_factored_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // variance
+        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // variance_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // variance_range
         {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_alpha
         {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
@@ -1637,7 +1637,7 @@ struct adafactor_float16_no_factored_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];      // uint8 [n]  read
-        const uint8_t *__restrict variance_at = (const uint8_t *)at[3];        // uint8 [n]  read
+        const uint8_t *__restrict variance_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
         const int16_t *__restrict variance_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_of_g_at = (float *)at[6];                 // float32 [tensor]  for tensor_sum
@@ -1664,7 +1664,7 @@ struct adafactor_float16_no_factored_1 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1681,7 +1681,7 @@ struct adafactor_float16_no_factored_1 {
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_at + i);
+                const U8 variance_code = raw(variance_codes_at + i);
                 const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1708,7 +1708,7 @@ struct adafactor_float16_no_factored_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // variance
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // variance_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // variance_range
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
     };
@@ -1725,7 +1725,7 @@ struct adafactor_float16_no_factored_3 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict variance_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        uint8_t *__restrict variance_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
         int16_t *__restrict variance_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
         const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -1788,7 +1788,7 @@ struct adafactor_float16_no_factored_3 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 variance_code = raw(variance_at + i);
+                const U8 variance_code = raw(variance_codes_at + i);
                 const I variance_piece = to_int(variance_code);
                 const F variance_value = as_float(variance_middle_2 + variance_piece * variance_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1863,7 +1863,7 @@ struct adafactor_float16_no_factored_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_codes_at, b + TILE / BLOCK);
             const I variance_half_add(variance_half_add_kept[b]);
             const I variance_base(variance_base_kept[b]);
             const I variance_base_sub(variance_base_sub_kept[b]);
@@ -1874,7 +1874,7 @@ struct adafactor_float16_no_factored_3 {
                 const I variance_pattern = load(variance_pattern_kept + i);
                 const I variance_offset = lshr(noise, 8) + variance_half_add;
                 const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
-                store_byte<3>(variance_at + i, variance_position);
+                store_byte<3>(variance_codes_at + i, variance_position);
             }
         }
     }
@@ -2155,7 +2155,7 @@ struct adafactor_float32_no_factored {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // variance
+        {1, ELEMENT},  // variance_codes
         {2, BLOCK_OF},  // variance_range
         {4, WHOLE},  // tensor_sum_for_alpha
         {4, WHOLE},  // tensor_sum_of_g
@@ -2201,7 +2201,7 @@ struct adafactor_bfloat16_no_factored {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // variance
+        {1, ELEMENT},  // variance_codes
         {2, BLOCK_OF},  // variance_range
         {4, WHOLE},  // tensor_sum_for_alpha
         {4, WHOLE},  // tensor_sum_of_g
@@ -2248,7 +2248,7 @@ struct adafactor_float16_no_factored {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // variance
+        {1, ELEMENT},  // variance_codes
         {2, BLOCK_OF},  // variance_range
         {4, WHOLE},  // tensor_sum_for_alpha
         {4, WHOLE},  // tensor_sum_of_g

@@ -435,9 +435,9 @@ def adafactor_float16(
 
 
 def adafactor_float32_no_factored(
-    p_tensor, g_tensor, variance_tensor, variance_range_tensor, grad_scale, one_minus_t_pow_beta2_decay,
-    one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5, one_minus_lr_times_weight_decay, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, variance_codes_tensor, variance_range_tensor, grad_scale,
+    one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
+    one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -460,7 +460,7 @@ def adafactor_float32_no_factored(
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
-    variance_code = b.elements(variance_tensor)
+    variance_code = b.elements(variance_codes_tensor)
     variance_piece = variance_code.to(torch.int32)
     variance_value = (variance_middle + variance_piece * variance_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -496,7 +496,7 @@ def adafactor_float32_no_factored(
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
-    variance_code = b.elements(variance_tensor)
+    variance_code = b.elements(variance_codes_tensor)
     variance_piece = variance_code.to(torch.int32)
     variance_value = (variance_middle + variance_piece * variance_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -536,7 +536,7 @@ def adafactor_float32_no_factored(
     variance_code = variance_position >> 24 & 0xff
     variance_header = variance_first - 128 << 8 | variance_cells
     b.store(p_tensor, p)
-    b.store(variance_tensor, variance_code.to(torch.uint8))
+    b.store(variance_codes_tensor, variance_code.to(torch.uint8))
     b.store_per_block(variance_range_tensor, variance_header.to(torch.int16))
 
 
@@ -601,7 +601,7 @@ def adafactor_float32_no_factored_small(
 
 
 def adafactor_bfloat16_no_factored(
-    p_tensor, g_tensor, weight_low_tensor, variance_tensor, variance_range_tensor, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, variance_codes_tensor, variance_range_tensor, grad_scale,
     one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -630,7 +630,7 @@ def adafactor_bfloat16_no_factored(
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
-    variance_code = b.elements(variance_tensor)
+    variance_code = b.elements(variance_codes_tensor)
     variance_piece = variance_code.to(torch.int32)
     variance_value = (variance_middle + variance_piece * variance_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -670,7 +670,7 @@ def adafactor_bfloat16_no_factored(
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
-    variance_code = b.elements(variance_tensor)
+    variance_code = b.elements(variance_codes_tensor)
     variance_piece = variance_code.to(torch.int32)
     variance_value = (variance_middle + variance_piece * variance_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -713,7 +713,7 @@ def adafactor_bfloat16_no_factored(
     variance_header = variance_first - 128 << 8 | variance_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(variance_tensor, variance_code.to(torch.uint8))
+    b.store(variance_codes_tensor, variance_code.to(torch.uint8))
     b.store_per_block(variance_range_tensor, variance_header.to(torch.int16))
 
 
@@ -797,7 +797,7 @@ def adafactor_bfloat16_no_factored_small(
 
 
 def adafactor_float16_no_factored(
-    p_tensor, g_tensor, weight_low_tensor, variance_tensor, variance_range_tensor, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, variance_codes_tensor, variance_range_tensor, grad_scale,
     one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -832,7 +832,7 @@ def adafactor_float16_no_factored(
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
-    variance_code = b.elements(variance_tensor)
+    variance_code = b.elements(variance_codes_tensor)
     variance_piece = variance_code.to(torch.int32)
     variance_value = (variance_middle + variance_piece * variance_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -878,7 +878,7 @@ def adafactor_float16_no_factored(
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
-    variance_code = b.elements(variance_tensor)
+    variance_code = b.elements(variance_codes_tensor)
     variance_piece = variance_code.to(torch.int32)
     variance_value = (variance_middle + variance_piece * variance_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -931,7 +931,7 @@ def adafactor_float16_no_factored(
     variance_header = variance_first - 128 << 8 | variance_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(variance_tensor, variance_code.to(torch.uint8))
+    b.store(variance_codes_tensor, variance_code.to(torch.uint8))
     b.store_per_block(variance_range_tensor, variance_header.to(torch.int16))
 
 
@@ -1120,7 +1120,7 @@ def adafactor_float16_encode(values):
     }
 
 
-def adafactor_float32_no_factored_decode(p_tensor, variance_tensor, variance_range_tensor):
+def adafactor_float32_no_factored_decode(p_tensor, variance_codes_tensor, variance_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -1130,7 +1130,7 @@ def adafactor_float32_no_factored_decode(p_tensor, variance_tensor, variance_ran
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
-    variance_code = b.elements(variance_tensor)
+    variance_code = b.elements(variance_codes_tensor)
     variance_piece = variance_code.to(torch.int32)
     variance_value = (variance_middle + variance_piece * variance_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1161,7 +1161,7 @@ def adafactor_float32_no_factored_encode(values):
     variance_header = variance_first - 128 << 8 | variance_cells
     return {
         "p": b.flat(in_p),
-        "variance": b.flat(variance_code.to(torch.uint8)),
+        "variance_codes": b.flat(variance_code.to(torch.uint8)),
         "variance_range": b.flat_per_block(variance_header.to(torch.int16)),
     }
 
@@ -1188,7 +1188,9 @@ def adafactor_float32_no_factored_small_encode(values):
     }
 
 
-def adafactor_bfloat16_no_factored_decode(p_tensor, weight_low_tensor, variance_tensor, variance_range_tensor):
+def adafactor_bfloat16_no_factored_decode(
+    p_tensor, weight_low_tensor, variance_codes_tensor, variance_range_tensor,
+):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -1202,7 +1204,7 @@ def adafactor_bfloat16_no_factored_decode(p_tensor, weight_low_tensor, variance_
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
-    variance_code = b.elements(variance_tensor)
+    variance_code = b.elements(variance_codes_tensor)
     variance_piece = variance_code.to(torch.int32)
     variance_value = (variance_middle + variance_piece * variance_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1236,7 +1238,7 @@ def adafactor_bfloat16_no_factored_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "variance": b.flat(variance_code.to(torch.uint8)),
+        "variance_codes": b.flat(variance_code.to(torch.uint8)),
         "variance_range": b.flat_per_block(variance_header.to(torch.int16)),
     }
 
@@ -1270,7 +1272,9 @@ def adafactor_bfloat16_no_factored_small_encode(values):
     }
 
 
-def adafactor_float16_no_factored_decode(p_tensor, weight_low_tensor, variance_tensor, variance_range_tensor):
+def adafactor_float16_no_factored_decode(
+    p_tensor, weight_low_tensor, variance_codes_tensor, variance_range_tensor,
+):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -1290,7 +1294,7 @@ def adafactor_float16_no_factored_decode(p_tensor, weight_low_tensor, variance_t
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
-    variance_code = b.elements(variance_tensor)
+    variance_code = b.elements(variance_codes_tensor)
     variance_piece = variance_code.to(torch.int32)
     variance_value = (variance_middle + variance_piece * variance_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1334,7 +1338,7 @@ def adafactor_float16_no_factored_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "variance": b.flat(variance_code.to(torch.uint8)),
+        "variance_codes": b.flat(variance_code.to(torch.uint8)),
         "variance_range": b.flat_per_block(variance_header.to(torch.int16)),
     }
 

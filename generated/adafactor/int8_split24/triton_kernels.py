@@ -1799,7 +1799,7 @@ def adafactor_float16_10_flat(
 
 @triton.jit
 def adafactor_float32_no_factored_1_tile(
-    p_ptr, g_ptr, variance_ptr, variance_range_ptr, at, at_block, live, live_block, scalar_0,
+    p_ptr, g_ptr, variance_codes_ptr, variance_range_ptr, at, at_block, live, live_block, scalar_0,
     one_minus_t_pow_beta2_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1812,7 +1812,7 @@ def adafactor_float32_no_factored_1_tile(
     variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
-    variance_code = get(variance_ptr, at, live, MASKED)
+    variance_code = get(variance_codes_ptr, at, live, MASKED)
     variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1837,7 +1837,7 @@ def adafactor_float32_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.uint8, ALIGNED)                # uint8 [n]  read
+    variance_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)          # uint8 [n]  read
     variance_range_ptr = pointer(row + 3, tl.int16, ALIGNED)          # int16 [blocks of 64]  read
     tensor_sum_for_alpha_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
@@ -1864,7 +1864,7 @@ def adafactor_float32_no_factored_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                p_ptr, g_ptr, variance_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
+                p_ptr, g_ptr, variance_codes_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -1876,14 +1876,14 @@ def adafactor_float32_no_factored_1(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        variance_ptr += origin
+        variance_codes_ptr += origin
         variance_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_codes_ptr + start + odd * TILE,
                     variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
                 )
@@ -1896,8 +1896,9 @@ def adafactor_float32_no_factored_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
+                p_ptr + start, g_ptr + start, variance_codes_ptr + start,
+                variance_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
             tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
@@ -1954,9 +1955,9 @@ def adafactor_float32_no_factored_2(
 
 @triton.jit
 def adafactor_float32_no_factored_3_tile(
-    p_ptr, g_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, at, at_block, live, live_block, index,
-    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_codes_ptr, variance_range_ptr, tensor_div_ptr, at, at_block, live, live_block,
+    index, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
+    eps1_times_eps1, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1968,7 +1969,7 @@ def adafactor_float32_no_factored_3_tile(
     variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
-    variance_code = get(variance_ptr, at, live, MASKED)
+    variance_code = get(variance_codes_ptr, at, live, MASKED)
     variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2005,7 +2006,7 @@ def adafactor_float32_no_factored_3_tile(
     variance_half_add = variance_half * variance_scale - 0x800000
     variance_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + variance_half_add[:, None]
     variance_position = tl.maximum(tl.minimum(variance_pattern - variance_base[:, None], variance_base_sub[:, None]), 0) * variance_scale[:, None] + variance_offset
-    put(variance_ptr, at, byte(variance_position, 3), live, MASKED)
+    put(variance_codes_ptr, at, byte(variance_position, 3), live, MASKED)
     variance_header = variance_first - 128 << 8 | variance_cells
     put(variance_range_ptr, at_block, variance_header.to(tl.int16), live_block, MASKED)
 
@@ -2023,7 +2024,7 @@ def adafactor_float32_no_factored_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.uint8, ALIGNED)                # uint8 [n]  read and written
+    variance_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     variance_range_ptr = pointer(row + 3, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
     tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 12)
@@ -2050,9 +2051,9 @@ def adafactor_float32_no_factored_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adafactor_float32_no_factored_3_tile(
-                p_ptr, g_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, where, block, live, live_block, number,
-                grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, variance_codes_ptr, variance_range_ptr, tensor_div_ptr, where, block, live, live_block,
+                number, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
+                eps1_times_eps1, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2061,7 +2062,7 @@ def adafactor_float32_no_factored_3(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        variance_ptr += origin
+        variance_codes_ptr += origin
         variance_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2070,7 +2071,7 @@ def adafactor_float32_no_factored_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adafactor_float32_no_factored_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_codes_ptr + start + odd * TILE,
                     variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
@@ -2082,10 +2083,10 @@ def adafactor_float32_no_factored_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adafactor_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + full * BLOCKS + part * FEW,
-                tensor_div_ptr, few, few_blocks, live, live_block, numbered(before + start, few), grad_scale,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
-                stream_key, True,
+                p_ptr + start, g_ptr + start, variance_codes_ptr + start,
+                variance_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
             )
 
 
@@ -2248,8 +2249,8 @@ def adafactor_float32_no_factored_small_3(
 
 @triton.jit
 def adafactor_bfloat16_no_factored_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, at, at_block, live, live_block, scalar_0,
-    one_minus_t_pow_beta2_decay, eps1_times_eps1, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, at, at_block, live, live_block,
+    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2264,7 +2265,7 @@ def adafactor_bfloat16_no_factored_1_tile(
     variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
-    variance_code = get(variance_ptr, at, live, MASKED)
+    variance_code = get(variance_codes_ptr, at, live, MASKED)
     variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2291,7 +2292,7 @@ def adafactor_bfloat16_no_factored_1(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    variance_ptr = pointer(row + 3, tl.uint8, ALIGNED)                # uint8 [n]  read
+    variance_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)          # uint8 [n]  read
     variance_range_ptr = pointer(row + 4, tl.int16, ALIGNED)          # int16 [blocks of 64]  read
     tensor_sum_for_alpha_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
@@ -2318,8 +2319,8 @@ def adafactor_bfloat16_no_factored_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
+                p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, where, block, live, live_block,
+                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
             tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
@@ -2331,7 +2332,7 @@ def adafactor_bfloat16_no_factored_1(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        variance_ptr += origin
+        variance_codes_ptr += origin
         variance_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -2339,8 +2340,8 @@ def adafactor_bfloat16_no_factored_1(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
+                    variance_codes_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
@@ -2351,7 +2352,7 @@ def adafactor_bfloat16_no_factored_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_codes_ptr + start,
                 variance_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
@@ -2385,7 +2386,7 @@ def adafactor_bfloat16_no_factored_2(
 
 @triton.jit
 def adafactor_bfloat16_no_factored_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, tensor_div_ptr, at, at_block, live,
     live_block, index, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
     eps1_times_eps1, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -2399,7 +2400,7 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
-    variance_code = get(variance_ptr, at, live, MASKED)
+    variance_code = get(variance_codes_ptr, at, live, MASKED)
     variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2443,7 +2444,7 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance_half_add = variance_half * variance_scale - 0x800000
     variance_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + variance_half_add[:, None]
     variance_position = tl.maximum(tl.minimum(variance_pattern - variance_base[:, None], variance_base_sub[:, None]), 0) * variance_scale[:, None] + variance_offset
-    put(variance_ptr, at, byte(variance_position, 3), live, MASKED)
+    put(variance_codes_ptr, at, byte(variance_position, 3), live, MASKED)
     variance_header = variance_first - 128 << 8 | variance_cells
     put(variance_range_ptr, at_block, variance_header.to(tl.int16), live_block, MASKED)
 
@@ -2462,7 +2463,7 @@ def adafactor_bfloat16_no_factored_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    variance_ptr = pointer(row + 3, tl.uint8, ALIGNED)                # uint8 [n]  read and written
+    variance_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     variance_range_ptr = pointer(row + 4, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
     tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 13)
@@ -2489,7 +2490,7 @@ def adafactor_bfloat16_no_factored_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adafactor_bfloat16_no_factored_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, tensor_div_ptr, where, block, live,
                 live_block, number, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
                 eps1_times_eps1, step_key, stream_key, True,
             )
@@ -2501,7 +2502,7 @@ def adafactor_bfloat16_no_factored_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        variance_ptr += origin
+        variance_codes_ptr += origin
         variance_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2511,7 +2512,7 @@ def adafactor_bfloat16_no_factored_3(
             for odd in tl.static_range(2):
                 adafactor_bfloat16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    variance_codes_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
                     one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
                     stream_key, False,
@@ -2523,7 +2524,7 @@ def adafactor_bfloat16_no_factored_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adafactor_bfloat16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_codes_ptr + start,
                 variance_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
                 numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
@@ -2712,8 +2713,8 @@ def adafactor_bfloat16_no_factored_small_3(
 
 @triton.jit
 def adafactor_float16_no_factored_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, at, at_block, live, live_block, scalar_0,
-    one_minus_t_pow_beta2_decay, eps1_times_eps1, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, at, at_block, live, live_block,
+    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2735,7 +2736,7 @@ def adafactor_float16_no_factored_1_tile(
     variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
-    variance_code = get(variance_ptr, at, live, MASKED)
+    variance_code = get(variance_codes_ptr, at, live, MASKED)
     variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2762,7 +2763,7 @@ def adafactor_float16_no_factored_1(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    variance_ptr = pointer(row + 3, tl.uint8, ALIGNED)                # uint8 [n]  read
+    variance_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)          # uint8 [n]  read
     variance_range_ptr = pointer(row + 4, tl.int16, ALIGNED)          # int16 [blocks of 64]  read
     tensor_sum_for_alpha_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
@@ -2789,8 +2790,8 @@ def adafactor_float16_no_factored_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
+                p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, where, block, live, live_block,
+                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
             tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
@@ -2802,7 +2803,7 @@ def adafactor_float16_no_factored_1(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        variance_ptr += origin
+        variance_codes_ptr += origin
         variance_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -2810,8 +2811,8 @@ def adafactor_float16_no_factored_1(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
+                    variance_codes_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
@@ -2822,7 +2823,7 @@ def adafactor_float16_no_factored_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_codes_ptr + start,
                 variance_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
@@ -2834,7 +2835,7 @@ def adafactor_float16_no_factored_1(
 
 @triton.jit
 def adafactor_float16_no_factored_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, tensor_div_ptr, at, at_block, live,
     live_block, index, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
     eps1_times_eps1, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -2848,7 +2849,7 @@ def adafactor_float16_no_factored_3_tile(
     variance_step = tl.fma(4194304.0, inverse(variance_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = tl.where(variance_header == 0, 0, variance_middle)
-    variance_code = get(variance_ptr, at, live, MASKED)
+    variance_code = get(variance_codes_ptr, at, live, MASKED)
     variance_piece = apart(variance_code)
     variance_value = (variance_middle[:, None] + variance_piece * variance_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2908,7 +2909,7 @@ def adafactor_float16_no_factored_3_tile(
     variance_half_add = variance_half * variance_scale - 0x800000
     variance_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + variance_half_add[:, None]
     variance_position = tl.maximum(tl.minimum(variance_pattern - variance_base[:, None], variance_base_sub[:, None]), 0) * variance_scale[:, None] + variance_offset
-    put(variance_ptr, at, byte(variance_position, 3), live, MASKED)
+    put(variance_codes_ptr, at, byte(variance_position, 3), live, MASKED)
     variance_header = variance_first - 128 << 8 | variance_cells
     put(variance_range_ptr, at_block, variance_header.to(tl.int16), live_block, MASKED)
 
@@ -2927,7 +2928,7 @@ def adafactor_float16_no_factored_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    variance_ptr = pointer(row + 3, tl.uint8, ALIGNED)                # uint8 [n]  read and written
+    variance_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     variance_range_ptr = pointer(row + 4, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
     tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 13)
@@ -2954,7 +2955,7 @@ def adafactor_float16_no_factored_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adafactor_float16_no_factored_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, tensor_div_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, tensor_div_ptr, where, block, live,
                 live_block, number, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
                 eps1_times_eps1, step_key, stream_key, True,
             )
@@ -2966,7 +2967,7 @@ def adafactor_float16_no_factored_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        variance_ptr += origin
+        variance_codes_ptr += origin
         variance_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2976,7 +2977,7 @@ def adafactor_float16_no_factored_3(
             for odd in tl.static_range(2):
                 adafactor_float16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    variance_codes_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
                     one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
                     stream_key, False,
@@ -2988,7 +2989,7 @@ def adafactor_float16_no_factored_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adafactor_float16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_codes_ptr + start,
                 variance_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
                 numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,

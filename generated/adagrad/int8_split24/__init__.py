@@ -46,7 +46,7 @@ VARIANTS = (
         small=False,
         flags={},
         fields=(
-            Field("sum", "uint8", per=1, zero=0, state="sum", nonneg=True),
+            Field("sum_codes", "uint8", per=1, zero=0, state="sum", nonneg=True),
             Field("sum_range", "int16", per=64, zero=0, state="sum", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
@@ -88,7 +88,7 @@ VARIANTS = (
         flags={},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("sum", "uint8", per=1, zero=0, state="sum", nonneg=True),
+            Field("sum_codes", "uint8", per=1, zero=0, state="sum", nonneg=True),
             Field("sum_range", "int16", per=64, zero=0, state="sum", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),
@@ -131,7 +131,7 @@ VARIANTS = (
         flags={},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("sum", "uint8", per=1, zero=0, state="sum", nonneg=True),
+            Field("sum_codes", "uint8", per=1, zero=0, state="sum", nonneg=True),
             Field("sum_range", "int16", per=64, zero=0, state="sum", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('weight_decay', 'eps', 'grad_scale', 'step_lr'),

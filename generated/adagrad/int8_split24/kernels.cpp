@@ -36,7 +36,7 @@ struct adagrad_float32 {
         float *__restrict p_at = (float *)at[0];              // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict sum_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict sum_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict sum_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F weight_decay(scalars[0]);
         const F grad_scale(scalars[1]);
@@ -95,7 +95,7 @@ struct adagrad_float32 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 sum_code = raw(sum_at + i);
+                const U8 sum_code = raw(sum_codes_at + i);
                 const I sum_piece = to_int(sum_code);
                 const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -145,7 +145,7 @@ struct adagrad_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(sum_at, b + TILE / BLOCK);
+            fetch<BLOCK>(sum_codes_at, b + TILE / BLOCK);
             const I sum_half_add(sum_half_add_kept[b]);
             const I sum_base(sum_base_kept[b]);
             const I sum_base_sub(sum_base_sub_kept[b]);
@@ -156,7 +156,7 @@ struct adagrad_float32 {
                 const F sum_sqrt = load(sum_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + sum_half_add;
                 const I sum_position = max(I(0), min(bits(sum_sqrt) - sum_base, sum_base_sub)) * sum_scale + sum_offset;
-                store_byte<3>(sum_at + i, sum_position);
+                store_byte<3>(sum_codes_at + i, sum_position);
             }
         }
     }
@@ -213,7 +213,7 @@ struct adagrad_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        uint8_t *__restrict sum_at = (uint8_t *)at[3];         // uint8 [n]  read and written
+        uint8_t *__restrict sum_codes_at = (uint8_t *)at[3];   // uint8 [n]  read and written
         int16_t *__restrict sum_range_at = (int16_t *)at[4];   // int16 [blocks of 64]  read and written
         const F weight_decay(scalars[0]);
         const F grad_scale(scalars[1]);
@@ -275,7 +275,7 @@ struct adagrad_bfloat16 {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 sum_code = raw(sum_at + i);
+                const U8 sum_code = raw(sum_codes_at + i);
                 const I sum_piece = to_int(sum_code);
                 const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -327,7 +327,7 @@ struct adagrad_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(sum_at, b + TILE / BLOCK);
+            fetch<BLOCK>(sum_codes_at, b + TILE / BLOCK);
             const I sum_half_add(sum_half_add_kept[b]);
             const I sum_base(sum_base_kept[b]);
             const I sum_base_sub(sum_base_sub_kept[b]);
@@ -338,7 +338,7 @@ struct adagrad_bfloat16 {
                 const F sum_sqrt = load(sum_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + sum_half_add;
                 const I sum_position = max(I(0), min(bits(sum_sqrt) - sum_base, sum_base_sub)) * sum_scale + sum_offset;
-                store_byte<3>(sum_at + i, sum_position);
+                store_byte<3>(sum_codes_at + i, sum_position);
             }
         }
     }
@@ -420,7 +420,7 @@ struct adagrad_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        uint8_t *__restrict sum_at = (uint8_t *)at[3];         // uint8 [n]  read and written
+        uint8_t *__restrict sum_codes_at = (uint8_t *)at[3];   // uint8 [n]  read and written
         int16_t *__restrict sum_range_at = (int16_t *)at[4];   // int16 [blocks of 64]  read and written
         const F weight_decay(scalars[0]);
         const F grad_scale(scalars[1]);
@@ -490,7 +490,7 @@ struct adagrad_float16 {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 sum_code = raw(sum_at + i);
+                const U8 sum_code = raw(sum_codes_at + i);
                 const I sum_piece = to_int(sum_code);
                 const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -552,7 +552,7 @@ struct adagrad_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(sum_at, b + TILE / BLOCK);
+            fetch<BLOCK>(sum_codes_at, b + TILE / BLOCK);
             const I sum_half_add(sum_half_add_kept[b]);
             const I sum_base(sum_base_kept[b]);
             const I sum_base_sub(sum_base_sub_kept[b]);
@@ -563,7 +563,7 @@ struct adagrad_float16 {
                 const F sum_sqrt = load(sum_sqrt_kept + i);
                 const I sum_offset = lshr(noise, 8) + sum_half_add;
                 const I sum_position = max(I(0), min(bits(sum_sqrt) - sum_base, sum_base_sub)) * sum_scale + sum_offset;
-                store_byte<3>(sum_at + i, sum_position);
+                store_byte<3>(sum_codes_at + i, sum_position);
             }
         }
     }

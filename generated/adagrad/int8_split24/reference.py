@@ -21,7 +21,7 @@ from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, s
 
 
 def adagrad_float32(
-    p_tensor, g_tensor, sum_tensor, sum_range_tensor, weight_decay, eps, grad_scale, step_lr, step_key,
+    p_tensor, g_tensor, sum_codes_tensor, sum_range_tensor, weight_decay, eps, grad_scale, step_lr, step_key,
     stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -37,7 +37,7 @@ def adagrad_float32(
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
     sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
-    sum_code = b.elements(sum_tensor)
+    sum_code = b.elements(sum_codes_tensor)
     sum_piece = sum_code.to(torch.int32)
     sum_value = (sum_middle + sum_piece * sum_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -74,7 +74,7 @@ def adagrad_float32(
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
     b.store(p_tensor, p)
-    b.store(sum_tensor, sum_code.to(torch.uint8))
+    b.store(sum_codes_tensor, sum_code.to(torch.uint8))
     b.store_per_block(sum_range_tensor, sum_header.to(torch.int16))
 
 
@@ -99,7 +99,7 @@ def adagrad_float32_small(
 
 
 def adagrad_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, sum_tensor, sum_range_tensor, weight_decay, eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, sum_codes_tensor, sum_range_tensor, weight_decay, eps, grad_scale,
     step_lr, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -119,7 +119,7 @@ def adagrad_bfloat16(
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
     sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
-    sum_code = b.elements(sum_tensor)
+    sum_code = b.elements(sum_codes_tensor)
     sum_piece = sum_code.to(torch.int32)
     sum_value = (sum_middle + sum_piece * sum_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -159,7 +159,7 @@ def adagrad_bfloat16(
     sum_header = sum_first - 128 << 8 | sum_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(sum_tensor, sum_code.to(torch.uint8))
+    b.store(sum_codes_tensor, sum_code.to(torch.uint8))
     b.store_per_block(sum_range_tensor, sum_header.to(torch.int16))
 
 
@@ -200,7 +200,7 @@ def adagrad_bfloat16_small(
 
 
 def adagrad_float16(
-    p_tensor, g_tensor, weight_low_tensor, sum_tensor, sum_range_tensor, weight_decay, eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, sum_codes_tensor, sum_range_tensor, weight_decay, eps, grad_scale,
     step_lr, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -226,7 +226,7 @@ def adagrad_float16(
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
     sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
-    sum_code = b.elements(sum_tensor)
+    sum_code = b.elements(sum_codes_tensor)
     sum_piece = sum_code.to(torch.int32)
     sum_value = (sum_middle + sum_piece * sum_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -276,7 +276,7 @@ def adagrad_float16(
     sum_header = sum_first - 128 << 8 | sum_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(sum_tensor, sum_code.to(torch.uint8))
+    b.store(sum_codes_tensor, sum_code.to(torch.uint8))
     b.store_per_block(sum_range_tensor, sum_header.to(torch.int16))
 
 
@@ -332,7 +332,7 @@ def adagrad_float16_small(
     b.store(sum_tensor, sum_)
 
 
-def adagrad_float32_decode(p_tensor, sum_tensor, sum_range_tensor):
+def adagrad_float32_decode(p_tensor, sum_codes_tensor, sum_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -342,7 +342,7 @@ def adagrad_float32_decode(p_tensor, sum_tensor, sum_range_tensor):
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
     sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
-    sum_code = b.elements(sum_tensor)
+    sum_code = b.elements(sum_codes_tensor)
     sum_piece = sum_code.to(torch.int32)
     sum_value = (sum_middle + sum_piece * sum_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -373,7 +373,7 @@ def adagrad_float32_encode(values):
     sum_header = sum_first - 128 << 8 | sum_cells
     return {
         "p": b.flat(in_p),
-        "sum": b.flat(sum_code.to(torch.uint8)),
+        "sum_codes": b.flat(sum_code.to(torch.uint8)),
         "sum_range": b.flat_per_block(sum_header.to(torch.int16)),
     }
 
@@ -400,7 +400,7 @@ def adagrad_float32_small_encode(values):
     }
 
 
-def adagrad_bfloat16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_tensor):
+def adagrad_bfloat16_decode(p_tensor, weight_low_tensor, sum_codes_tensor, sum_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -414,7 +414,7 @@ def adagrad_bfloat16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_t
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
     sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
-    sum_code = b.elements(sum_tensor)
+    sum_code = b.elements(sum_codes_tensor)
     sum_piece = sum_code.to(torch.int32)
     sum_value = (sum_middle + sum_piece * sum_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -448,7 +448,7 @@ def adagrad_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "sum": b.flat(sum_code.to(torch.uint8)),
+        "sum_codes": b.flat(sum_code.to(torch.uint8)),
         "sum_range": b.flat_per_block(sum_header.to(torch.int16)),
     }
 
@@ -482,7 +482,7 @@ def adagrad_bfloat16_small_encode(values):
     }
 
 
-def adagrad_float16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_tensor):
+def adagrad_float16_decode(p_tensor, weight_low_tensor, sum_codes_tensor, sum_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -502,7 +502,7 @@ def adagrad_float16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_te
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
     sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
-    sum_code = b.elements(sum_tensor)
+    sum_code = b.elements(sum_codes_tensor)
     sum_piece = sum_code.to(torch.int32)
     sum_value = (sum_middle + sum_piece * sum_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -546,7 +546,7 @@ def adagrad_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "sum": b.flat(sum_code.to(torch.uint8)),
+        "sum_codes": b.flat(sum_code.to(torch.uint8)),
         "sum_range": b.flat_per_block(sum_header.to(torch.int16)),
     }
 

@@ -27,8 +27,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adagrad_float32_tile(
-    p_ptr, g_ptr, sum_ptr, sum_range_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
-    scalar_0, scalar_1, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, sum_codes_ptr, sum_range_ptr, at, at_block, live, live_block, index, weight_decay,
+    grad_scale, scalar_0, scalar_1, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -41,7 +41,7 @@ def adagrad_float32_tile(
     sum_step = tl.fma(4194304.0, inverse(sum_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
-    sum_code = get(sum_ptr, at, live, MASKED)
+    sum_code = get(sum_codes_ptr, at, live, MASKED)
     sum_piece = apart(sum_code)
     sum_value = (sum_middle[:, None] + sum_piece * sum_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -77,7 +77,7 @@ def adagrad_float32_tile(
     sum_half_add = sum_half * sum_scale - 0x800000
     sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + sum_half_add[:, None]
     sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], sum_base_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
-    put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
+    put(sum_codes_ptr, at, byte(sum_position, 3), live, MASKED)
     sum_header = sum_first - 128 << 8 | sum_cells
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
@@ -94,7 +94,7 @@ def adagrad_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    sum_ptr = pointer(row + 2, tl.uint8, ALIGNED)                     # uint8 [n]  read and written
+    sum_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)               # uint8 [n]  read and written
     sum_range_ptr = pointer(row + 3, tl.int16, ALIGNED)               # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -120,8 +120,8 @@ def adagrad_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adagrad_float32_tile(
-                p_ptr, g_ptr, sum_ptr, sum_range_ptr, where, block, live, live_block, number, weight_decay, grad_scale,
-                scalar_0, scalar_1, step_key, stream_key, True,
+                p_ptr, g_ptr, sum_codes_ptr, sum_range_ptr, where, block, live, live_block, number, weight_decay,
+                grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -130,7 +130,7 @@ def adagrad_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        sum_ptr += origin
+        sum_codes_ptr += origin
         sum_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -139,7 +139,7 @@ def adagrad_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adagrad_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_codes_ptr + start + odd * TILE,
                     sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), weight_decay, grad_scale, scalar_0, scalar_1, step_key,
                     stream_key, False,
@@ -151,7 +151,7 @@ def adagrad_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adagrad_float32_tile(
-                p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + full * BLOCKS + part * FEW, few,
+                p_ptr + start, g_ptr + start, sum_codes_ptr + start, sum_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale, scalar_0,
                 scalar_1, step_key, stream_key, True,
             )
@@ -219,7 +219,7 @@ def adagrad_float32_small(
 
 @triton.jit
 def adagrad_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, sum_ptr, sum_range_ptr, at, at_block, live, live_block, index,
+    p_ptr, g_ptr, weight_low_ptr, sum_codes_ptr, sum_range_ptr, at, at_block, live, live_block, index,
     weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -236,7 +236,7 @@ def adagrad_bfloat16_tile(
     sum_step = tl.fma(4194304.0, inverse(sum_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
-    sum_code = get(sum_ptr, at, live, MASKED)
+    sum_code = get(sum_codes_ptr, at, live, MASKED)
     sum_piece = apart(sum_code)
     sum_value = (sum_middle[:, None] + sum_piece * sum_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -275,7 +275,7 @@ def adagrad_bfloat16_tile(
     sum_half_add = sum_half * sum_scale - 0x800000
     sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + sum_half_add[:, None]
     sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], sum_base_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
-    put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
+    put(sum_codes_ptr, at, byte(sum_position, 3), live, MASKED)
     sum_header = sum_first - 128 << 8 | sum_cells
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
@@ -293,7 +293,7 @@ def adagrad_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    sum_ptr = pointer(row + 3, tl.uint8, ALIGNED)                     # uint8 [n]  read and written
+    sum_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)               # uint8 [n]  read and written
     sum_range_ptr = pointer(row + 4, tl.int16, ALIGNED)               # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -319,7 +319,7 @@ def adagrad_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adagrad_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, sum_ptr, sum_range_ptr, where, block, live, live_block, number,
+                p_ptr, g_ptr, weight_low_ptr, sum_codes_ptr, sum_range_ptr, where, block, live, live_block, number,
                 weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
             )
     else:
@@ -330,7 +330,7 @@ def adagrad_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        sum_ptr += origin
+        sum_codes_ptr += origin
         sum_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -340,7 +340,7 @@ def adagrad_bfloat16(
             for odd in tl.static_range(2):
                 adagrad_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
+                    sum_codes_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
                     at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, scalar_0, scalar_1,
                     step_key, stream_key, False,
                 )
@@ -351,7 +351,7 @@ def adagrad_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adagrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_codes_ptr + start,
                 sum_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
             )
@@ -455,7 +455,7 @@ def adagrad_bfloat16_small(
 
 @triton.jit
 def adagrad_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, sum_ptr, sum_range_ptr, at, at_block, live, live_block, index,
+    p_ptr, g_ptr, weight_low_ptr, sum_codes_ptr, sum_range_ptr, at, at_block, live, live_block, index,
     weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -479,7 +479,7 @@ def adagrad_float16_tile(
     sum_step = tl.fma(4194304.0, inverse(sum_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
-    sum_code = get(sum_ptr, at, live, MASKED)
+    sum_code = get(sum_codes_ptr, at, live, MASKED)
     sum_piece = apart(sum_code)
     sum_value = (sum_middle[:, None] + sum_piece * sum_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -527,7 +527,7 @@ def adagrad_float16_tile(
     sum_half_add = sum_half * sum_scale - 0x800000
     sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + sum_half_add[:, None]
     sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], sum_base_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
-    put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
+    put(sum_codes_ptr, at, byte(sum_position, 3), live, MASKED)
     sum_header = sum_first - 128 << 8 | sum_cells
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
@@ -545,7 +545,7 @@ def adagrad_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    sum_ptr = pointer(row + 3, tl.uint8, ALIGNED)                     # uint8 [n]  read and written
+    sum_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)               # uint8 [n]  read and written
     sum_range_ptr = pointer(row + 4, tl.int16, ALIGNED)               # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -571,7 +571,7 @@ def adagrad_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adagrad_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, sum_ptr, sum_range_ptr, where, block, live, live_block, number,
+                p_ptr, g_ptr, weight_low_ptr, sum_codes_ptr, sum_range_ptr, where, block, live, live_block, number,
                 weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
             )
     else:
@@ -582,7 +582,7 @@ def adagrad_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        sum_ptr += origin
+        sum_codes_ptr += origin
         sum_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -592,7 +592,7 @@ def adagrad_float16(
             for odd in tl.static_range(2):
                 adagrad_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
+                    sum_codes_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
                     at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, scalar_0, scalar_1,
                     step_key, stream_key, False,
                 )
@@ -603,7 +603,7 @@ def adagrad_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adagrad_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_codes_ptr + start,
                 sum_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
             )

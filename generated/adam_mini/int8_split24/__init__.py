@@ -92,7 +92,7 @@ VARIANTS = (
         small=False,
         flags={'by_rows': True},
         fields=(
-            Field("m", "uint8", per=1, zero=128, state="m"),
+            Field("m_codes", "uint8", per=1, zero=128, state="m"),
             Field("m_scale", "int16", per=64, zero=0, state="m"),
             Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
         ),
@@ -156,7 +156,7 @@ VARIANTS = (
         flags={'by_rows': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m", "uint8", per=1, zero=128, state="m"),
+            Field("m_codes", "uint8", per=1, zero=128, state="m"),
             Field("m_scale", "int16", per=64, zero=0, state="m"),
             Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
         ),
@@ -221,7 +221,7 @@ VARIANTS = (
         flags={'by_rows': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m", "uint8", per=1, zero=128, state="m"),
+            Field("m_codes", "uint8", per=1, zero=128, state="m"),
             Field("m_scale", "int16", per=64, zero=0, state="m"),
             Field("vmean_row", "float32", per=1, zero=0, state="vmean_row", space="row", matrix="first", nonneg=True),
         ),
@@ -285,7 +285,7 @@ VARIANTS = (
         small=False,
         flags={'by_rows': False},
         fields=(
-            Field("m", "uint8", per=1, zero=128, state="m"),
+            Field("m_codes", "uint8", per=1, zero=128, state="m"),
             Field("m_scale", "int16", per=64, zero=0, state="m"),
             Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
         ),
@@ -349,7 +349,7 @@ VARIANTS = (
         flags={'by_rows': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m", "uint8", per=1, zero=128, state="m"),
+            Field("m_codes", "uint8", per=1, zero=128, state="m"),
             Field("m_scale", "int16", per=64, zero=0, state="m"),
             Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
         ),
@@ -414,7 +414,7 @@ VARIANTS = (
         flags={'by_rows': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("m", "uint8", per=1, zero=128, state="m"),
+            Field("m_codes", "uint8", per=1, zero=128, state="m"),
             Field("m_scale", "int16", per=64, zero=0, state="m"),
             Field("vmean", "float32", per=1, zero=0, state="vmean", space="tensor", matrix="first", nonneg=True),
         ),

@@ -28,7 +28,7 @@ struct adam_mini_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // m
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // m_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // m_scale
         {5, 7, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_vmean_row
     };
@@ -43,7 +43,7 @@ struct adam_mini_float32_1 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict m_at = (uint8_t *)at[1];                  // uint8 [n]  read and written
+        uint8_t *__restrict m_codes_at = (uint8_t *)at[1];            // uint8 [n]  read and written
         int16_t *__restrict m_scale_at = (int16_t *)at[2];            // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_vmean_row_at = (float *)at[3];  // float32 [row]  for row_sum
         const int32_t step_key = known.step_key;
@@ -92,7 +92,7 @@ struct adam_mini_float32_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 // 27  m = beta1 * m + (1 - beta1) * g
@@ -122,14 +122,14 @@ struct adam_mini_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
-                store(m_at + i, m_pattern + lshr(noise, 20) >> 12);
+                store(m_codes_at + i, m_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -184,7 +184,7 @@ struct adam_mini_float32_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // m
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // m_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // m_scale
         {6, -1, 4, ROW, true, false, NONE, 3},  // one_over_denom
     };
@@ -192,7 +192,7 @@ struct adam_mini_float32_3 {
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        const uint8_t *__restrict m_at = (const uint8_t *)at[1];           // uint8 [n]  read
+        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
         const int16_t *__restrict m_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
         const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
@@ -212,11 +212,11 @@ struct adam_mini_float32_3 {
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 const F p = load(p_at + i);
@@ -346,7 +346,7 @@ struct adam_mini_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // m
+        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // m_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // m_scale
         {6, 8, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_vmean_row
     };
@@ -361,7 +361,7 @@ struct adam_mini_bfloat16_1 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict m_at = (uint8_t *)at[1];                  // uint8 [n]  read and written
+        uint8_t *__restrict m_codes_at = (uint8_t *)at[1];            // uint8 [n]  read and written
         int16_t *__restrict m_scale_at = (int16_t *)at[2];            // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_vmean_row_at = (float *)at[3];  // float32 [row]  for row_sum
         const int32_t step_key = known.step_key;
@@ -410,7 +410,7 @@ struct adam_mini_bfloat16_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 const F g_cast = g_stored;
@@ -441,14 +441,14 @@ struct adam_mini_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
-                store(m_at + i, m_pattern + lshr(noise, 20) >> 12);
+                store(m_codes_at + i, m_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -504,7 +504,7 @@ struct adam_mini_bfloat16_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // m_scale
         {7, -1, 4, ROW, true, false, NONE, 4},  // one_over_denom
     };
@@ -513,7 +513,7 @@ struct adam_mini_bfloat16_3 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const uint8_t *__restrict m_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict m_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
         const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [row]  read
         const int32_t step_key = known.step_key;
@@ -551,13 +551,13 @@ struct adam_mini_bfloat16_3 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 const U16 p_stored = raw(p_at + i);
@@ -725,7 +725,7 @@ struct adam_mini_float16_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // m_scale
         {7, -1, 4, ROW, true, false, NONE, 4},  // one_over_denom
     };
@@ -734,7 +734,7 @@ struct adam_mini_float16_3 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const uint8_t *__restrict m_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict m_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
         const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [row]  read
         const int32_t step_key = known.step_key;
@@ -772,13 +772,13 @@ struct adam_mini_float16_3 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 const U16 p_stored = raw(p_at + i);
@@ -914,7 +914,7 @@ struct adam_mini_float32_no_by_rows_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // m
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // m_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // m_scale
         {5, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_vmean
     };
@@ -929,7 +929,7 @@ struct adam_mini_float32_no_by_rows_1 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict m_at = (uint8_t *)at[1];                 // uint8 [n]  read and written
+        uint8_t *__restrict m_codes_at = (uint8_t *)at[1];           // uint8 [n]  read and written
         int16_t *__restrict m_scale_at = (int16_t *)at[2];           // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_vmean_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
         const int32_t step_key = known.step_key;
@@ -978,7 +978,7 @@ struct adam_mini_float32_no_by_rows_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 // 27  m = beta1 * m + (1 - beta1) * g
@@ -1008,14 +1008,14 @@ struct adam_mini_float32_no_by_rows_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
-                store(m_at + i, m_pattern + lshr(noise, 20) >> 12);
+                store(m_codes_at + i, m_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1069,7 +1069,7 @@ struct adam_mini_float32_no_by_rows_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // m
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // m_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // m_scale
         {6, -1, 4, WHOLE, true, false, NONE, 3},  // one_over_denom
     };
@@ -1077,7 +1077,7 @@ struct adam_mini_float32_no_by_rows_3 {
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
-        const uint8_t *__restrict m_at = (const uint8_t *)at[1];           // uint8 [n]  read
+        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
         const int16_t *__restrict m_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
         const float *__restrict one_over_denom_at = (const float *)at[3];  // float32 [tensor]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
@@ -1098,11 +1098,11 @@ struct adam_mini_float32_no_by_rows_3 {
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 const F p = load(p_at + i);
@@ -1232,7 +1232,7 @@ struct adam_mini_bfloat16_no_by_rows_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // m
+        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // m_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // m_scale
         {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_vmean
     };
@@ -1247,7 +1247,7 @@ struct adam_mini_bfloat16_no_by_rows_1 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict m_at = (uint8_t *)at[1];                 // uint8 [n]  read and written
+        uint8_t *__restrict m_codes_at = (uint8_t *)at[1];           // uint8 [n]  read and written
         int16_t *__restrict m_scale_at = (int16_t *)at[2];           // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_vmean_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
         const int32_t step_key = known.step_key;
@@ -1296,7 +1296,7 @@ struct adam_mini_bfloat16_no_by_rows_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 const F g_cast = g_stored;
@@ -1327,14 +1327,14 @@ struct adam_mini_bfloat16_no_by_rows_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
                 const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
-                store(m_at + i, m_pattern + lshr(noise, 20) >> 12);
+                store(m_codes_at + i, m_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1389,7 +1389,7 @@ struct adam_mini_bfloat16_no_by_rows_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // m_scale
         {7, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_denom
     };
@@ -1398,7 +1398,7 @@ struct adam_mini_bfloat16_no_by_rows_3 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const uint8_t *__restrict m_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict m_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
         const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -1437,13 +1437,13 @@ struct adam_mini_bfloat16_no_by_rows_3 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 const U16 p_stored = raw(p_at + i);
@@ -1611,7 +1611,7 @@ struct adam_mini_float16_no_by_rows_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // m_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // m_scale
         {7, -1, 4, WHOLE, true, false, NONE, 4},  // one_over_denom
     };
@@ -1620,7 +1620,7 @@ struct adam_mini_float16_no_by_rows_3 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];              // uint8 [n]  read and written
-        const uint8_t *__restrict m_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict m_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict m_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
         const float *__restrict one_over_denom_at = (const float *)at[4];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -1659,13 +1659,13 @@ struct adam_mini_float16_no_by_rows_3 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(m_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_codes_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 m_code = raw(m_at + i);
+                const U8 m_code = raw(m_codes_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
                 const U16 p_stored = raw(p_at + i);
@@ -1801,7 +1801,7 @@ struct adam_mini_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // m
+        {1, ELEMENT},  // m_codes
         {2, BLOCK_OF},  // m_scale
         {4, ROW},  // vmean_row
         {4, ROW},  // row_sum_for_vmean_row
@@ -1845,7 +1845,7 @@ struct adam_mini_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // m
+        {1, ELEMENT},  // m_codes
         {2, BLOCK_OF},  // m_scale
         {4, ROW},  // vmean_row
         {4, ROW},  // row_sum_for_vmean_row
@@ -1890,7 +1890,7 @@ struct adam_mini_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // m
+        {1, ELEMENT},  // m_codes
         {2, BLOCK_OF},  // m_scale
         {4, ROW},  // vmean_row
         {4, ROW},  // row_sum_for_vmean_row
@@ -1934,7 +1934,7 @@ struct adam_mini_float32_no_by_rows {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // m
+        {1, ELEMENT},  // m_codes
         {2, BLOCK_OF},  // m_scale
         {4, WHOLE},  // vmean
         {4, WHOLE},  // tensor_sum_for_vmean
@@ -1978,7 +1978,7 @@ struct adam_mini_bfloat16_no_by_rows {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // m
+        {1, ELEMENT},  // m_codes
         {2, BLOCK_OF},  // m_scale
         {4, WHOLE},  // vmean
         {4, WHOLE},  // tensor_sum_for_vmean
@@ -2023,7 +2023,7 @@ struct adam_mini_float16_no_by_rows {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // m
+        {1, ELEMENT},  // m_codes
         {2, BLOCK_OF},  // m_scale
         {4, WHOLE},  // vmean
         {4, WHOLE},  // tensor_sum_for_vmean

@@ -21,7 +21,7 @@ from optgen.runtime.eager import Blocks, block_max, put, rotl, scalars, sqrt
 
 
 def adam_mini_float32(
-    p_tensor, g_tensor, m_tensor, m_scale_tensor, vmean_row_tensor, beta1, grad_scale, one_minus_beta1,
+    p_tensor, g_tensor, m_codes_tensor, m_scale_tensor, vmean_row_tensor, beta1, grad_scale, one_minus_beta1,
     beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -41,7 +41,7 @@ def adam_mini_float32(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -69,7 +69,7 @@ def adam_mini_float32(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     row_sum_for_vmean_row_tensor = b.row_sum(g * g)
-    b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(m_codes_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
 
     # == row: values of rows
@@ -91,7 +91,7 @@ def adam_mini_float32(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -156,8 +156,8 @@ def adam_mini_float32_small(
 
 
 def adam_mini_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, m_tensor, m_scale_tensor, vmean_row_tensor, beta1, grad_scale,
-    one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    p_tensor, g_tensor, weight_low_tensor, m_codes_tensor, m_scale_tensor, vmean_row_tensor, beta1,
+    grad_scale, one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -176,7 +176,7 @@ def adam_mini_bfloat16(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -204,7 +204,7 @@ def adam_mini_bfloat16(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     row_sum_for_vmean_row_tensor = b.row_sum(g * g)
-    b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(m_codes_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
 
     # == row: values of rows
@@ -230,7 +230,7 @@ def adam_mini_bfloat16(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -321,8 +321,8 @@ def adam_mini_bfloat16_small(
 
 
 def adam_mini_float16(
-    p_tensor, g_tensor, weight_low_tensor, m_tensor, m_scale_tensor, vmean_row_tensor, beta1, grad_scale,
-    one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    p_tensor, g_tensor, weight_low_tensor, m_codes_tensor, m_scale_tensor, vmean_row_tensor, beta1,
+    grad_scale, one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -341,7 +341,7 @@ def adam_mini_float16(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -369,7 +369,7 @@ def adam_mini_float16(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     row_sum_for_vmean_row_tensor = b.row_sum(g * g)
-    b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(m_codes_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
 
     # == row: values of rows
@@ -401,7 +401,7 @@ def adam_mini_float16(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -518,8 +518,8 @@ def adam_mini_float16_small(
 
 
 def adam_mini_float32_no_by_rows(
-    p_tensor, g_tensor, m_tensor, m_scale_tensor, vmean_tensor, beta1, grad_scale, one_minus_beta1, beta2,
-    eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
+    p_tensor, g_tensor, m_codes_tensor, m_scale_tensor, vmean_tensor, beta1, grad_scale, one_minus_beta1,
+    beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_lr_times_weight_decay,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -538,7 +538,7 @@ def adam_mini_float32_no_by_rows(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -566,7 +566,7 @@ def adam_mini_float32_no_by_rows(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_vmean_tensor = b.tensor_sum(g * g)
-    b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(m_codes_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -588,7 +588,7 @@ def adam_mini_float32_no_by_rows(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -653,7 +653,7 @@ def adam_mini_float32_no_by_rows_small(
 
 
 def adam_mini_bfloat16_no_by_rows(
-    p_tensor, g_tensor, weight_low_tensor, m_tensor, m_scale_tensor, vmean_tensor, beta1, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, m_codes_tensor, m_scale_tensor, vmean_tensor, beta1, grad_scale,
     one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -673,7 +673,7 @@ def adam_mini_bfloat16_no_by_rows(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -701,7 +701,7 @@ def adam_mini_bfloat16_no_by_rows(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_vmean_tensor = b.tensor_sum(g * g)
-    b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(m_codes_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -727,7 +727,7 @@ def adam_mini_bfloat16_no_by_rows(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -818,7 +818,7 @@ def adam_mini_bfloat16_no_by_rows_small(
 
 
 def adam_mini_float16_no_by_rows(
-    p_tensor, g_tensor, weight_low_tensor, m_tensor, m_scale_tensor, vmean_tensor, beta1, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, m_codes_tensor, m_scale_tensor, vmean_tensor, beta1, grad_scale,
     one_minus_beta1, beta2, eps, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -838,7 +838,7 @@ def adam_mini_float16_no_by_rows(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -866,7 +866,7 @@ def adam_mini_float16_no_by_rows(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_vmean_tensor = b.tensor_sum(g * g)
-    b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(m_codes_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -898,7 +898,7 @@ def adam_mini_float16_no_by_rows(
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -1014,7 +1014,7 @@ def adam_mini_float16_no_by_rows_small(
     b.store(m_tensor, m)
 
 
-def adam_mini_float32_decode(p_tensor, m_tensor, m_scale_tensor):
+def adam_mini_float32_decode(p_tensor, m_codes_tensor, m_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -1022,7 +1022,7 @@ def adam_mini_float32_decode(p_tensor, m_tensor, m_scale_tensor):
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -1048,7 +1048,7 @@ def adam_mini_float32_encode(values):
     m_exact = in_m / (m_divisor_mul + in_m_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "m": b.flat((m_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "m_codes": b.flat((m_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "m_scale": b.flat_per_block((m_up >> 15).to(torch.int16)),
     }
 
@@ -1075,7 +1075,7 @@ def adam_mini_float32_small_encode(values):
     }
 
 
-def adam_mini_bfloat16_decode(p_tensor, weight_low_tensor, m_tensor, m_scale_tensor):
+def adam_mini_bfloat16_decode(p_tensor, weight_low_tensor, m_codes_tensor, m_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -1087,7 +1087,7 @@ def adam_mini_bfloat16_decode(p_tensor, weight_low_tensor, m_tensor, m_scale_ten
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -1116,7 +1116,7 @@ def adam_mini_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "m": b.flat((m_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "m_codes": b.flat((m_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "m_scale": b.flat_per_block((m_up >> 15).to(torch.int16)),
     }
 
@@ -1150,7 +1150,7 @@ def adam_mini_bfloat16_small_encode(values):
     }
 
 
-def adam_mini_float16_decode(p_tensor, weight_low_tensor, m_tensor, m_scale_tensor):
+def adam_mini_float16_decode(p_tensor, weight_low_tensor, m_codes_tensor, m_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -1168,7 +1168,7 @@ def adam_mini_float16_decode(p_tensor, weight_low_tensor, m_tensor, m_scale_tens
     m_scale_bits = m_scale.to(torch.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
-    m_code = b.elements(m_tensor)
+    m_code = b.elements(m_codes_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
     m_code = m_code - 128.0
@@ -1207,7 +1207,7 @@ def adam_mini_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "m": b.flat((m_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "m_codes": b.flat((m_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "m_scale": b.flat_per_block((m_up >> 15).to(torch.int16)),
     }
 

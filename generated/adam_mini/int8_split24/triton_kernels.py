@@ -27,7 +27,7 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adam_mini_float32_1_tile(
-    g_ptr, m_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
+    g_ptr, m_codes_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
     one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -37,7 +37,7 @@ def adam_mini_float32_1_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     index = within(index, m_code)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -62,7 +62,7 @@ def adam_mini_float32_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
+    put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g, at, live, MASKED)
 
 
@@ -75,7 +75,7 @@ def adam_mini_float32_1(
     item = work + 2 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    m_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     m_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     row_sum_for_vmean_row_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     stream_key = tl.load(row + 13).to(tl.int32)
@@ -100,7 +100,7 @@ def adam_mini_float32_1(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    m_ptr += top * columns + left
+    m_codes_ptr += top * columns + left
     m_scale_ptr += top * blocks + left // 64
     row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 8)) + top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -111,26 +111,26 @@ def adam_mini_float32_1(
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adam_mini_float32_1_tile(
-            g_ptr + start * columns, m_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
+            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
             at_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         row_sum_term = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 256, m_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
+            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 512, m_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
+            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 768, m_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, at,
-            at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
+            at, at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
@@ -143,7 +143,7 @@ def adam_mini_float32_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_sum_term = adam_mini_float32_1_tile(
-            g_ptr + start * columns, m_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
+            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
             live_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, True,
         )
@@ -152,7 +152,7 @@ def adam_mini_float32_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 256, m_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
+            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
@@ -161,7 +161,7 @@ def adam_mini_float32_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 512, m_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
+            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
@@ -170,8 +170,8 @@ def adam_mini_float32_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term = adam_mini_float32_1_tile(
-            g_ptr + start * columns + 768, m_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, at,
-            at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
+            at, at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
@@ -188,7 +188,7 @@ def adam_mini_float32_1_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_ptr = pointer(row + 2, tl.uint8, False)                         # uint8 [n]  read and written
+    m_codes_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read and written
     m_scale_ptr = pointer(row + 3, tl.int16, False)                   # int16 [blocks of 64]  read and written
     row_sum_for_vmean_row_ptr = pointer(row + 7, tl.float32, False)   # float32 [partial results]  written
     stream_key = tl.load(row + 13).to(tl.int32)
@@ -210,8 +210,8 @@ def adam_mini_float32_1_flat(
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         row_sum_term = adam_mini_float32_1_tile(
-            g_ptr, m_ptr, m_scale_ptr, at, block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
+            g_ptr, m_codes_ptr, m_scale_ptr, at, block, live, live_block, number, beta1,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
@@ -271,7 +271,7 @@ def adam_mini_float32_2(
 
 @triton.jit
 def adam_mini_float32_3_tile(
-    p_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, at_row, live, live_block, live_row,
+    p_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, at_row, live, live_block, live_row,
     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -280,7 +280,7 @@ def adam_mini_float32_3_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
     one_over_denom = get(one_over_denom_ptr, at_row, live_row, MASKED)
@@ -303,7 +303,7 @@ def adam_mini_float32_3(
     item = work + 2 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    m_ptr = pointer(row + 2, tl.uint8, ALIGNED)                       # uint8 [n]  read
+    m_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
     m_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
     one_over_denom_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [rows]  read
     rows = tl.load(row + 9)
@@ -325,7 +325,7 @@ def adam_mini_float32_3(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
-    m_ptr += top * columns + left
+    m_codes_ptr += top * columns + left
     m_scale_ptr += top * blocks + left // 64
     one_over_denom_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -334,22 +334,22 @@ def adam_mini_float32_3(
     for tile in range(full):
         start = tile * ROWS
         adam_mini_float32_3_tile(
-            p_ptr + start * columns, m_ptr + start * columns, m_scale_ptr + start * blocks,
+            p_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks,
             one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row, one_minus_lr_times_weight_decay,
             lr_over_one_minus_beta1_pow_t, False,
         )
         adam_mini_float32_3_tile(
-            p_ptr + start * columns + 256, m_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4,
+            p_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4,
             one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row, one_minus_lr_times_weight_decay,
             lr_over_one_minus_beta1_pow_t, False,
         )
         adam_mini_float32_3_tile(
-            p_ptr + start * columns + 512, m_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8,
+            p_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8,
             one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row, one_minus_lr_times_weight_decay,
             lr_over_one_minus_beta1_pow_t, False,
         )
         adam_mini_float32_3_tile(
-            p_ptr + start * columns + 768, m_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
+            p_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
             one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row, one_minus_lr_times_weight_decay,
             lr_over_one_minus_beta1_pow_t, False,
         )
@@ -360,7 +360,7 @@ def adam_mini_float32_3(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         adam_mini_float32_3_tile(
-            p_ptr + start * columns, m_ptr + start * columns, m_scale_ptr + start * blocks,
+            p_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks,
             one_over_denom_ptr + start, at, at_block, at_row, live, live_block, live_row,
             one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
         )
@@ -368,7 +368,7 @@ def adam_mini_float32_3(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         adam_mini_float32_3_tile(
-            p_ptr + start * columns + 256, m_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4,
+            p_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4,
             one_over_denom_ptr + start, at, at_block, at_row, live, live_block, live_row,
             one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
         )
@@ -376,7 +376,7 @@ def adam_mini_float32_3(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         adam_mini_float32_3_tile(
-            p_ptr + start * columns + 512, m_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8,
+            p_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8,
             one_over_denom_ptr + start, at, at_block, at_row, live, live_block, live_row,
             one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
         )
@@ -384,7 +384,7 @@ def adam_mini_float32_3(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         adam_mini_float32_3_tile(
-            p_ptr + start * columns + 768, m_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
+            p_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
             one_over_denom_ptr + start, at, at_block, at_row, live, live_block, live_row,
             one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
         )
@@ -399,7 +399,7 @@ def adam_mini_float32_3_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    m_ptr = pointer(row + 2, tl.uint8, False)                         # uint8 [n]  read
+    m_codes_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read
     m_scale_ptr = pointer(row + 3, tl.int16, False)                   # int16 [blocks of 64]  read
     one_over_denom_ptr = pointer(row + 6, tl.float32, False)          # float32 [rows]  read
     height = tl.load(row + 9)
@@ -418,7 +418,7 @@ def adam_mini_float32_3_flat(
         live = live_block & (lane < columns)
         at_row = at // width
         adam_mini_float32_3_tile(
-            p_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, at, block, at_row, live, live_block, live,
+            p_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, block, at_row, live, live_block, live,
             one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
         )
 
@@ -678,7 +678,7 @@ def adam_mini_float32_small_3_flat(
 
 @triton.jit
 def adam_mini_bfloat16_1_tile(
-    g_ptr, m_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
+    g_ptr, m_codes_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
     one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -689,7 +689,7 @@ def adam_mini_bfloat16_1_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
     # -- update  (specs/adam_mini.py)
@@ -714,7 +714,7 @@ def adam_mini_bfloat16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
+    put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g_cast, at, live, MASKED)
 
 
@@ -727,7 +727,7 @@ def adam_mini_bfloat16_1(
     item = work + 2 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 3, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     row_sum_for_vmean_row_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -752,7 +752,7 @@ def adam_mini_bfloat16_1(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    m_ptr += top * columns + left
+    m_codes_ptr += top * columns + left
     m_scale_ptr += top * blocks + left // 64
     row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 9)) + top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -763,26 +763,26 @@ def adam_mini_bfloat16_1(
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns, m_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
+            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
             at_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         row_sum_term = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 256, m_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
+            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 512, m_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
+            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 768, m_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, at,
-            at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
+            at, at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
@@ -795,7 +795,7 @@ def adam_mini_bfloat16_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_sum_term = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns, m_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
+            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
             live_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, True,
         )
@@ -804,7 +804,7 @@ def adam_mini_bfloat16_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 256, m_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
+            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
@@ -813,7 +813,7 @@ def adam_mini_bfloat16_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 512, m_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
+            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
@@ -822,8 +822,8 @@ def adam_mini_bfloat16_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term = adam_mini_bfloat16_1_tile(
-            g_ptr + start * columns + 768, m_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, at,
-            at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
+            at, at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
@@ -840,7 +840,7 @@ def adam_mini_bfloat16_1_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_ptr = pointer(row + 3, tl.uint8, False)                         # uint8 [n]  read and written
+    m_codes_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
     m_scale_ptr = pointer(row + 4, tl.int16, False)                   # int16 [blocks of 64]  read and written
     row_sum_for_vmean_row_ptr = pointer(row + 8, tl.float32, False)   # float32 [partial results]  written
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -862,8 +862,8 @@ def adam_mini_bfloat16_1_flat(
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         row_sum_term = adam_mini_bfloat16_1_tile(
-            g_ptr, m_ptr, m_scale_ptr, at, block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
+            g_ptr, m_codes_ptr, m_scale_ptr, at, block, live, live_block, number, beta1,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
@@ -892,9 +892,9 @@ def adam_mini_bfloat16_2(
 
 @triton.jit
 def adam_mini_bfloat16_3_tile(
-    p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, at_row, live, live_block,
-    live_row, index, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, at_row, live,
+    live_block, live_row, index, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -902,7 +902,7 @@ def adam_mini_bfloat16_3_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     index = within(index, m_code)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -941,7 +941,7 @@ def adam_mini_bfloat16_3(
     row = table + 22 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.uint8, ALIGNED)                       # uint8 [n]  read
+    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
     m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
     one_over_denom_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [rows]  read
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -967,7 +967,7 @@ def adam_mini_bfloat16_3(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    m_ptr += top * columns + left
+    m_codes_ptr += top * columns + left
     m_scale_ptr += top * blocks + left // 64
     one_over_denom_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -978,28 +978,28 @@ def adam_mini_bfloat16_3(
     for tile in range(full):
         start = tile * ROWS
         adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, m_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, m_codes_ptr + start * columns,
             m_scale_ptr + start * blocks, one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
             lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + 256 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + 512 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at, at_block, at_row, at, at_block,
-            at_row, before + 768 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -1008,7 +1008,7 @@ def adam_mini_bfloat16_3(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, m_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, m_codes_ptr + start * columns,
             m_scale_ptr + start * blocks, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
             live_row, before + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
             lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -1017,28 +1017,28 @@ def adam_mini_bfloat16_3(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + 256 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + 512 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         adam_mini_bfloat16_3_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + 768 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -1052,7 +1052,7 @@ def adam_mini_bfloat16_3_flat(
     row = table + 22 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.uint8, False)                         # uint8 [n]  read
+    m_codes_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
     m_scale_ptr = pointer(row + 4, tl.int16, False)                   # int16 [blocks of 64]  read
     one_over_denom_ptr = pointer(row + 7, tl.float32, False)          # float32 [rows]  read
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -1076,8 +1076,8 @@ def adam_mini_bfloat16_3_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         adam_mini_bfloat16_3_tile(
-            p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, at, block, at_row, live, live_block, live,
-            number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, block, at_row, live, live_block,
+            live, number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -1361,7 +1361,7 @@ def adam_mini_bfloat16_small_3_flat(
 
 @triton.jit
 def adam_mini_float16_1_tile(
-    g_ptr, m_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
+    g_ptr, m_codes_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
     one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1372,7 +1372,7 @@ def adam_mini_float16_1_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
     # -- update  (specs/adam_mini.py)
@@ -1397,7 +1397,7 @@ def adam_mini_float16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
+    put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g_cast, at, live, MASKED)
 
 
@@ -1410,7 +1410,7 @@ def adam_mini_float16_1(
     item = work + 2 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 3, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     row_sum_for_vmean_row_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -1435,7 +1435,7 @@ def adam_mini_float16_1(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    m_ptr += top * columns + left
+    m_codes_ptr += top * columns + left
     m_scale_ptr += top * blocks + left // 64
     row_sum_for_vmean_row_ptr += number % panels * (rows * tl.load(row + 9)) + top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -1446,26 +1446,26 @@ def adam_mini_float16_1(
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adam_mini_float16_1_tile(
-            g_ptr + start * columns, m_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
+            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
             at_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         row_sum_term = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 256, m_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
+            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 512, m_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
+            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         row_sum_term = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 768, m_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, at,
-            at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
+            at, at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
@@ -1478,7 +1478,7 @@ def adam_mini_float16_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_sum_term = adam_mini_float16_1_tile(
-            g_ptr + start * columns, m_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
+            g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
             live_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, True,
         )
@@ -1487,7 +1487,7 @@ def adam_mini_float16_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 256, m_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
+            g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
@@ -1496,7 +1496,7 @@ def adam_mini_float16_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 512, m_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
+            g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
@@ -1505,8 +1505,8 @@ def adam_mini_float16_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term = adam_mini_float16_1_tile(
-            g_ptr + start * columns + 768, m_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, at,
-            at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
+            g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
+            at, at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
@@ -1523,7 +1523,7 @@ def adam_mini_float16_1_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    m_ptr = pointer(row + 3, tl.uint8, False)                         # uint8 [n]  read and written
+    m_codes_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
     m_scale_ptr = pointer(row + 4, tl.int16, False)                   # int16 [blocks of 64]  read and written
     row_sum_for_vmean_row_ptr = pointer(row + 8, tl.float32, False)   # float32 [partial results]  written
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -1545,17 +1545,17 @@ def adam_mini_float16_1_flat(
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         row_sum_term = adam_mini_float16_1_tile(
-            g_ptr, m_ptr, m_scale_ptr, at, block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
-            step_key, stream_key, True,
+            g_ptr, m_codes_ptr, m_scale_ptr, at, block, live, live_block, number, beta1,
+            one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
 @triton.jit
 def adam_mini_float16_3_tile(
-    p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, at_row, live, live_block,
-    live_row, index, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, at_row, live,
+    live_block, live_row, index, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1563,7 +1563,7 @@ def adam_mini_float16_3_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     index = within(index, m_code)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -1618,7 +1618,7 @@ def adam_mini_float16_3(
     row = table + 22 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.uint8, ALIGNED)                       # uint8 [n]  read
+    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
     m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
     one_over_denom_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [rows]  read
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -1644,7 +1644,7 @@ def adam_mini_float16_3(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    m_ptr += top * columns + left
+    m_codes_ptr += top * columns + left
     m_scale_ptr += top * blocks + left // 64
     one_over_denom_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -1655,28 +1655,28 @@ def adam_mini_float16_3(
     for tile in range(full):
         start = tile * ROWS
         adam_mini_float16_3_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, m_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, m_codes_ptr + start * columns,
             m_scale_ptr + start * blocks, one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
             lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adam_mini_float16_3_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + 256 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adam_mini_float16_3_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + 512 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adam_mini_float16_3_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at, at_block, at_row, at, at_block,
-            at_row, before + 768 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at,
+            at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -1685,7 +1685,7 @@ def adam_mini_float16_3(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         adam_mini_float16_3_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, m_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, m_codes_ptr + start * columns,
             m_scale_ptr + start * blocks, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
             live_row, before + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
             lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -1694,28 +1694,28 @@ def adam_mini_float16_3(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         adam_mini_float16_3_tile(
-            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256, m_ptr + start * columns + 256,
-            m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + 256 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
+            m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, one_over_denom_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         adam_mini_float16_3_tile(
-            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512, m_ptr + start * columns + 512,
-            m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + 512 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
+            m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, one_over_denom_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         adam_mini_float16_3_tile(
-            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768, m_ptr + start * columns + 768,
-            m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at, at_block, at_row, live, live_block,
-            live_row, before + 768 + (start + at_row) * padded | lane & 7, one_minus_lr_times_weight_decay,
-            lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
+            m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12, one_over_denom_ptr + start, at,
+            at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
+            one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -1729,7 +1729,7 @@ def adam_mini_float16_3_flat(
     row = table + 22 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.uint8, False)                         # uint8 [n]  read
+    m_codes_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
     m_scale_ptr = pointer(row + 4, tl.int16, False)                   # int16 [blocks of 64]  read
     one_over_denom_ptr = pointer(row + 7, tl.float32, False)          # float32 [rows]  read
     stream_key = tl.load(row + 14).to(tl.int32)
@@ -1753,8 +1753,8 @@ def adam_mini_float16_3_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         adam_mini_float16_3_tile(
-            p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, at, block, at_row, live, live_block, live,
-            number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, block, at_row, live, live_block,
+            live, number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -2054,7 +2054,7 @@ def adam_mini_float16_small_3_flat(
 
 @triton.jit
 def adam_mini_float32_no_by_rows_1_tile(
-    g_ptr, m_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
+    g_ptr, m_codes_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
     one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2064,7 +2064,7 @@ def adam_mini_float32_no_by_rows_1_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
     # -- update  (specs/adam_mini.py)
@@ -2088,7 +2088,7 @@ def adam_mini_float32_no_by_rows_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
+    put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g, at, live, MASKED)
 
 
@@ -2103,7 +2103,7 @@ def adam_mini_float32_no_by_rows_1(
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    m_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     m_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     tensor_sum_for_vmean_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 11)
@@ -2132,7 +2132,7 @@ def adam_mini_float32_no_by_rows_1(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
-                g_ptr, m_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
+                g_ptr, m_codes_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -2142,7 +2142,7 @@ def adam_mini_float32_no_by_rows_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        m_ptr += origin
+        m_codes_ptr += origin
         m_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2151,9 +2151,10 @@ def adam_mini_float32_no_by_rows_1(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
-                    g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
-                    one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                    g_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
+                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                    False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         full = count // (2 * TILE) * 2
@@ -2163,7 +2164,7 @@ def adam_mini_float32_no_by_rows_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
-                g_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                g_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
                 True,
             )
@@ -2223,7 +2224,7 @@ def adam_mini_float32_no_by_rows_2(
 
 @triton.jit
 def adam_mini_float32_no_by_rows_3_tile(
-    p_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, live, live_block,
+    p_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, live, live_block,
     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2232,7 +2233,7 @@ def adam_mini_float32_no_by_rows_3_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
     one_over_denom = tl.load(one_over_denom_ptr)
@@ -2257,7 +2258,7 @@ def adam_mini_float32_no_by_rows_3(
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    m_ptr = pointer(row + 2, tl.uint8, ALIGNED)                       # uint8 [n]  read
+    m_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
     m_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
     one_over_denom_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 11)
@@ -2279,7 +2280,7 @@ def adam_mini_float32_no_by_rows_3(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adam_mini_float32_no_by_rows_3_tile(
-                p_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, where, block, live, live_block,
+                p_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, where, block, live, live_block,
                 one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
             )
     else:
@@ -2288,16 +2289,16 @@ def adam_mini_float32_no_by_rows_3(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
-        m_ptr += origin
+        m_codes_ptr += origin
         m_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adam_mini_float32_no_by_rows_3_tile(
-                    p_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_denom_ptr, at, at_block, at, at_block, one_minus_lr_times_weight_decay,
-                    lr_over_one_minus_beta1_pow_t, False,
+                    p_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
+                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
+                    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2306,7 +2307,7 @@ def adam_mini_float32_no_by_rows_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adam_mini_float32_no_by_rows_3_tile(
-                p_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, one_over_denom_ptr, few,
+                p_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, one_over_denom_ptr, few,
                 few_blocks, live, live_block, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
             )
 
@@ -2436,7 +2437,7 @@ def adam_mini_float32_no_by_rows_small_3(
 
 @triton.jit
 def adam_mini_bfloat16_no_by_rows_1_tile(
-    g_ptr, m_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
+    g_ptr, m_codes_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
     one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2446,7 +2447,7 @@ def adam_mini_bfloat16_no_by_rows_1_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
     # -- update  (specs/adam_mini.py)
@@ -2471,7 +2472,7 @@ def adam_mini_bfloat16_no_by_rows_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
+    put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g_cast, at, live, MASKED)
 
 
@@ -2486,7 +2487,7 @@ def adam_mini_bfloat16_no_by_rows_1(
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 3, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     tensor_sum_for_vmean_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 12)
@@ -2515,7 +2516,7 @@ def adam_mini_bfloat16_no_by_rows_1(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
-                g_ptr, m_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
+                g_ptr, m_codes_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -2525,7 +2526,7 @@ def adam_mini_bfloat16_no_by_rows_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        m_ptr += origin
+        m_codes_ptr += origin
         m_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2534,9 +2535,10 @@ def adam_mini_bfloat16_no_by_rows_1(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
-                    g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
-                    one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                    g_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
+                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                    False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         full = count // (2 * TILE) * 2
@@ -2546,7 +2548,7 @@ def adam_mini_bfloat16_no_by_rows_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
-                g_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                g_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
                 True,
             )
@@ -2578,8 +2580,8 @@ def adam_mini_bfloat16_no_by_rows_2(
 
 @triton.jit
 def adam_mini_bfloat16_no_by_rows_3_tile(
-    p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, live, live_block, index,
-    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, live, live_block,
+    index, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2588,7 +2590,7 @@ def adam_mini_bfloat16_no_by_rows_3_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
     one_over_denom = tl.load(one_over_denom_ptr)
@@ -2628,7 +2630,7 @@ def adam_mini_bfloat16_no_by_rows_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.uint8, ALIGNED)                       # uint8 [n]  read
+    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
     m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
     one_over_denom_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 12)
@@ -2655,8 +2657,8 @@ def adam_mini_bfloat16_no_by_rows_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adam_mini_bfloat16_no_by_rows_3_tile(
-                p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, where, block, live, live_block, number,
-                one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, where, block, live, live_block,
+                number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2665,7 +2667,7 @@ def adam_mini_bfloat16_no_by_rows_3(
         origin = first * TILE
         p_ptr += origin
         weight_low_ptr += origin
-        m_ptr += origin
+        m_codes_ptr += origin
         m_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2674,7 +2676,7 @@ def adam_mini_bfloat16_no_by_rows_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adam_mini_bfloat16_no_by_rows_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
                     m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
@@ -2686,7 +2688,7 @@ def adam_mini_bfloat16_no_by_rows_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adam_mini_bfloat16_no_by_rows_3_tile(
-                p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW,
+                p_ptr + start, weight_low_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW,
                 one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
                 one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
@@ -2832,7 +2834,7 @@ def adam_mini_bfloat16_no_by_rows_small_3(
 
 @triton.jit
 def adam_mini_float16_no_by_rows_1_tile(
-    g_ptr, m_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
+    g_ptr, m_codes_ptr, m_scale_ptr, at, at_block, live, live_block, index, beta1,
     one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2842,7 +2844,7 @@ def adam_mini_float16_no_by_rows_1_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
     # -- update  (specs/adam_mini.py)
@@ -2867,7 +2869,7 @@ def adam_mini_float16_no_by_rows_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
+    put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g_cast, at, live, MASKED)
 
 
@@ -2882,7 +2884,7 @@ def adam_mini_float16_no_by_rows_1(
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 3, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     tensor_sum_for_vmean_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 12)
@@ -2911,7 +2913,7 @@ def adam_mini_float16_no_by_rows_1(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
-                g_ptr, m_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
+                g_ptr, m_codes_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -2921,7 +2923,7 @@ def adam_mini_float16_no_by_rows_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        m_ptr += origin
+        m_codes_ptr += origin
         m_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2930,9 +2932,10 @@ def adam_mini_float16_no_by_rows_1(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
-                    g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
-                    one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                    g_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
+                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                    False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         full = count // (2 * TILE) * 2
@@ -2942,7 +2945,7 @@ def adam_mini_float16_no_by_rows_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
-                g_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                g_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
                 True,
             )
@@ -2952,8 +2955,8 @@ def adam_mini_float16_no_by_rows_1(
 
 @triton.jit
 def adam_mini_float16_no_by_rows_3_tile(
-    p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, live, live_block, index,
-    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, at, at_block, live, live_block,
+    index, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2962,7 +2965,7 @@ def adam_mini_float16_no_by_rows_3_tile(
     m_scale_bits = m_scale.to(tl.int32) << 15
     m_scale_bits = m_scale_bits & 0x7fffffff
     m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
-    m_code = get(m_ptr, at, live, MASKED)
+    m_code = get(m_codes_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
     one_over_denom = tl.load(one_over_denom_ptr)
@@ -3018,7 +3021,7 @@ def adam_mini_float16_no_by_rows_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.uint8, ALIGNED)                       # uint8 [n]  read
+    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
     m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
     one_over_denom_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [1]  read
     numel = tl.load(row + 12)
@@ -3045,8 +3048,8 @@ def adam_mini_float16_no_by_rows_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adam_mini_float16_no_by_rows_3_tile(
-                p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, one_over_denom_ptr, where, block, live, live_block, number,
-                one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, where, block, live, live_block,
+                number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3055,7 +3058,7 @@ def adam_mini_float16_no_by_rows_3(
         origin = first * TILE
         p_ptr += origin
         weight_low_ptr += origin
-        m_ptr += origin
+        m_codes_ptr += origin
         m_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3064,7 +3067,7 @@ def adam_mini_float16_no_by_rows_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adam_mini_float16_no_by_rows_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
                     m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
@@ -3076,7 +3079,7 @@ def adam_mini_float16_no_by_rows_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adam_mini_float16_no_by_rows_3_tile(
-                p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW,
+                p_ptr + start, weight_low_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW,
                 one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
                 one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )

@@ -38,9 +38,9 @@ struct adamax_float32 {
         float *__restrict p_at = (float *)at[0];                  // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_inf_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_inf_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_inf_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -115,10 +115,10 @@ struct adamax_float32 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_inf_code = raw(exp_inf_at + i);
+                const U8 exp_inf_code = raw(exp_inf_codes_at + i);
                 const I exp_inf_piece = to_int(exp_inf_code);
                 const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_piece * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -180,8 +180,8 @@ struct adamax_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_inf_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_inf_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_inf_half_add(exp_inf_half_add_kept[b]);
             const I exp_inf_base(exp_inf_base_kept[b]);
@@ -195,8 +195,8 @@ struct adamax_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_half_add;
                 const I exp_inf_position = max(I(0), min(exp_inf_pattern - exp_inf_base, exp_inf_base_sub)) * exp_inf_scale + exp_inf_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_inf_at + i, exp_inf_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_inf_codes_at + i, exp_inf_position);
             }
         }
     }
@@ -262,9 +262,9 @@ struct adamax_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_inf_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_inf_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_inf_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -341,10 +341,10 @@ struct adamax_bfloat16 {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_inf_code = raw(exp_inf_at + i);
+                const U8 exp_inf_code = raw(exp_inf_codes_at + i);
                 const I exp_inf_piece = to_int(exp_inf_code);
                 const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_piece * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -410,8 +410,8 @@ struct adamax_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_inf_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_inf_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_inf_half_add(exp_inf_half_add_kept[b]);
             const I exp_inf_base(exp_inf_base_kept[b]);
@@ -425,8 +425,8 @@ struct adamax_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_half_add;
                 const I exp_inf_position = max(I(0), min(exp_inf_pattern - exp_inf_base, exp_inf_base_sub)) * exp_inf_scale + exp_inf_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_inf_at + i, exp_inf_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_inf_codes_at + i, exp_inf_position);
             }
         }
     }
@@ -517,9 +517,9 @@ struct adamax_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];     // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_inf_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_inf_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_inf_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -604,10 +604,10 @@ struct adamax_float16 {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_inf_code = raw(exp_inf_at + i);
+                const U8 exp_inf_code = raw(exp_inf_codes_at + i);
                 const I exp_inf_piece = to_int(exp_inf_code);
                 const F exp_inf_value = as_float(exp_inf_middle_2 + exp_inf_piece * exp_inf_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -682,8 +682,8 @@ struct adamax_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_inf_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_inf_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_inf_half_add(exp_inf_half_add_kept[b]);
             const I exp_inf_base(exp_inf_base_kept[b]);
@@ -697,8 +697,8 @@ struct adamax_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_half_add;
                 const I exp_inf_position = max(I(0), min(exp_inf_pattern - exp_inf_base, exp_inf_base_sub)) * exp_inf_scale + exp_inf_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_inf_at + i, exp_inf_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_inf_codes_at + i, exp_inf_position);
             }
         }
     }

@@ -23,9 +23,9 @@ from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient,
 
 
 def adamax_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_inf_tensor, exp_inf_range_tensor, beta1,
-    beta2, eps, weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_inf_codes_tensor,
+    exp_inf_range_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -38,7 +38,7 @@ def adamax_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -52,7 +52,7 @@ def adamax_float32(
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
     exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
-    exp_inf_code = b.elements(exp_inf_tensor)
+    exp_inf_code = b.elements(exp_inf_codes_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
     exp_inf_value = (exp_inf_middle + exp_inf_piece * exp_inf_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -97,9 +97,9 @@ def adamax_float32(
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_inf_tensor, exp_inf_code.to(torch.uint8))
+    b.store(exp_inf_codes_tensor, exp_inf_code.to(torch.uint8))
     b.store_per_block(exp_inf_range_tensor, exp_inf_header.to(torch.int16))
 
 
@@ -130,7 +130,7 @@ def adamax_float32_small(
 
 
 def adamax_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_inf_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_inf_codes_tensor,
     exp_inf_range_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -149,7 +149,7 @@ def adamax_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -163,7 +163,7 @@ def adamax_bfloat16(
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
     exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
-    exp_inf_code = b.elements(exp_inf_tensor)
+    exp_inf_code = b.elements(exp_inf_codes_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
     exp_inf_value = (exp_inf_middle + exp_inf_piece * exp_inf_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -211,9 +211,9 @@ def adamax_bfloat16(
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_inf_tensor, exp_inf_code.to(torch.uint8))
+    b.store(exp_inf_codes_tensor, exp_inf_code.to(torch.uint8))
     b.store_per_block(exp_inf_range_tensor, exp_inf_header.to(torch.int16))
 
 
@@ -259,7 +259,7 @@ def adamax_bfloat16_small(
 
 
 def adamax_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_inf_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_inf_codes_tensor,
     exp_inf_range_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -284,7 +284,7 @@ def adamax_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -298,7 +298,7 @@ def adamax_float16(
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
     exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
-    exp_inf_code = b.elements(exp_inf_tensor)
+    exp_inf_code = b.elements(exp_inf_codes_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
     exp_inf_value = (exp_inf_middle + exp_inf_piece * exp_inf_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -356,9 +356,9 @@ def adamax_float16(
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_inf_tensor, exp_inf_code.to(torch.uint8))
+    b.store(exp_inf_codes_tensor, exp_inf_code.to(torch.uint8))
     b.store_per_block(exp_inf_range_tensor, exp_inf_header.to(torch.int16))
 
 
@@ -419,7 +419,9 @@ def adamax_float16_small(
     b.store(exp_inf_tensor, exp_inf)
 
 
-def adamax_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_inf_tensor, exp_inf_range_tensor):
+def adamax_float32_decode(
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_inf_codes_tensor, exp_inf_range_tensor,
+):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -427,7 +429,7 @@ def adamax_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_in
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -439,7 +441,7 @@ def adamax_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_in
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
     exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
-    exp_inf_code = b.elements(exp_inf_tensor)
+    exp_inf_code = b.elements(exp_inf_codes_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
     exp_inf_value = (exp_inf_middle + exp_inf_piece * exp_inf_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -479,9 +481,9 @@ def adamax_float32_encode(values):
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_inf": b.flat(exp_inf_code.to(torch.uint8)),
+        "exp_inf_codes": b.flat(exp_inf_code.to(torch.uint8)),
         "exp_inf_range": b.flat_per_block(exp_inf_header.to(torch.int16)),
     }
 
@@ -513,7 +515,8 @@ def adamax_float32_small_encode(values):
 
 
 def adamax_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_inf_tensor, exp_inf_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_inf_codes_tensor,
+    exp_inf_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -526,7 +529,7 @@ def adamax_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -538,7 +541,7 @@ def adamax_bfloat16_decode(
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
     exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
-    exp_inf_code = b.elements(exp_inf_tensor)
+    exp_inf_code = b.elements(exp_inf_codes_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
     exp_inf_value = (exp_inf_middle + exp_inf_piece * exp_inf_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -581,9 +584,9 @@ def adamax_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_inf": b.flat(exp_inf_code.to(torch.uint8)),
+        "exp_inf_codes": b.flat(exp_inf_code.to(torch.uint8)),
         "exp_inf_range": b.flat_per_block(exp_inf_header.to(torch.int16)),
     }
 
@@ -622,7 +625,8 @@ def adamax_bfloat16_small_encode(values):
 
 
 def adamax_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_inf_tensor, exp_inf_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_inf_codes_tensor,
+    exp_inf_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -641,7 +645,7 @@ def adamax_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -653,7 +657,7 @@ def adamax_float16_decode(
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
     exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
-    exp_inf_code = b.elements(exp_inf_tensor)
+    exp_inf_code = b.elements(exp_inf_codes_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
     exp_inf_value = (exp_inf_middle + exp_inf_piece * exp_inf_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -706,9 +710,9 @@ def adamax_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_inf": b.flat(exp_inf_code.to(torch.uint8)),
+        "exp_inf_codes": b.flat(exp_inf_code.to(torch.uint8)),
         "exp_inf_range": b.flat_per_block(exp_inf_header.to(torch.int16)),
     }
 

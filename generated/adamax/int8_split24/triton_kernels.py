@@ -29,8 +29,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamax_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_inf_ptr, exp_inf_range_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_inf_codes_ptr, exp_inf_range_ptr, at, at_block,
+    live, live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -42,7 +42,7 @@ def adamax_float32_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_inf_range = get(exp_inf_range_ptr, at_block, live_block, MASKED)
@@ -51,7 +51,7 @@ def adamax_float32_tile(
     exp_inf_step = tl.fma(4194304.0, inverse(exp_inf_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = tl.where(exp_inf_header == 0, 0, exp_inf_middle)
-    exp_inf_code = get(exp_inf_ptr, at, live, MASKED)
+    exp_inf_code = get(exp_inf_codes_ptr, at, live, MASKED)
     exp_inf_piece = apart(exp_inf_code)
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_piece * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -83,7 +83,7 @@ def adamax_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_inf_pattern = tl.sqrt(exp_inf).to(tl.int32, bitcast=True)
     exp_inf_largest = tl.minimum(tl.maximum(block_max(exp_inf_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_inf_above = (exp_inf_largest + 0x80000 >> 22) + 1
@@ -99,7 +99,7 @@ def adamax_float32_tile(
     exp_inf_half_add = exp_inf_half * exp_inf_scale - 0x800000
     exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_half_add[:, None]
     exp_inf_position = tl.maximum(tl.minimum(exp_inf_pattern - exp_inf_base[:, None], exp_inf_base_sub[:, None]), 0) * exp_inf_scale[:, None] + exp_inf_offset
-    put(exp_inf_ptr, at, byte(exp_inf_position, 3), live, MASKED)
+    put(exp_inf_codes_ptr, at, byte(exp_inf_position, 3), live, MASKED)
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
@@ -117,9 +117,9 @@ def adamax_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_inf_ptr = pointer(row + 4, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_inf_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_inf_range_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -145,8 +145,8 @@ def adamax_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamax_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_inf_ptr, exp_inf_range_ptr, where, block, live,
-                live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_inf_codes_ptr, exp_inf_range_ptr, where, block,
+                live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
@@ -156,9 +156,9 @@ def adamax_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_inf_ptr += origin
+        exp_inf_codes_ptr += origin
         exp_inf_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -167,8 +167,8 @@ def adamax_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamax_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_inf_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_inf_codes_ptr + start + odd * TILE,
                     exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
@@ -180,9 +180,9 @@ def adamax_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamax_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_inf_ptr + start, exp_inf_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_inf_codes_ptr + start, exp_inf_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
 
@@ -259,8 +259,8 @@ def adamax_float32_small(
 
 @triton.jit
 def adamax_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_inf_ptr, exp_inf_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_inf_codes_ptr, exp_inf_range_ptr,
+    at, at_block, live, live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -275,7 +275,7 @@ def adamax_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_inf_range = get(exp_inf_range_ptr, at_block, live_block, MASKED)
@@ -284,7 +284,7 @@ def adamax_bfloat16_tile(
     exp_inf_step = tl.fma(4194304.0, inverse(exp_inf_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = tl.where(exp_inf_header == 0, 0, exp_inf_middle)
-    exp_inf_code = get(exp_inf_ptr, at, live, MASKED)
+    exp_inf_code = get(exp_inf_codes_ptr, at, live, MASKED)
     exp_inf_piece = apart(exp_inf_code)
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_piece * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -319,7 +319,7 @@ def adamax_bfloat16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_inf_pattern = tl.sqrt(exp_inf).to(tl.int32, bitcast=True)
     exp_inf_largest = tl.minimum(tl.maximum(block_max(exp_inf_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_inf_above = (exp_inf_largest + 0x80000 >> 22) + 1
@@ -335,7 +335,7 @@ def adamax_bfloat16_tile(
     exp_inf_half_add = exp_inf_half * exp_inf_scale - 0x800000
     exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_half_add[:, None]
     exp_inf_position = tl.maximum(tl.minimum(exp_inf_pattern - exp_inf_base[:, None], exp_inf_base_sub[:, None]), 0) * exp_inf_scale[:, None] + exp_inf_offset
-    put(exp_inf_ptr, at, byte(exp_inf_position, 3), live, MASKED)
+    put(exp_inf_codes_ptr, at, byte(exp_inf_position, 3), live, MASKED)
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
@@ -354,9 +354,9 @@ def adamax_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_inf_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_inf_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_inf_range_ptr = pointer(row + 6, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -382,8 +382,8 @@ def adamax_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamax_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_inf_ptr, exp_inf_range_ptr, where,
-                block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_inf_codes_ptr, exp_inf_range_ptr,
+                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
@@ -394,9 +394,9 @@ def adamax_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_inf_ptr += origin
+        exp_inf_codes_ptr += origin
         exp_inf_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -406,10 +406,10 @@ def adamax_bfloat16(
             for odd in tl.static_range(2):
                 adamax_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_inf_codes_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay,
+                    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -418,8 +418,8 @@ def adamax_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamax_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_inf_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_inf_codes_ptr + start,
                 exp_inf_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -536,8 +536,8 @@ def adamax_bfloat16_small(
 
 @triton.jit
 def adamax_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_inf_ptr, exp_inf_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_inf_codes_ptr, exp_inf_range_ptr,
+    at, at_block, live, live_block, index, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -559,7 +559,7 @@ def adamax_float16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_inf_range = get(exp_inf_range_ptr, at_block, live_block, MASKED)
@@ -568,7 +568,7 @@ def adamax_float16_tile(
     exp_inf_step = tl.fma(4194304.0, inverse(exp_inf_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = tl.where(exp_inf_header == 0, 0, exp_inf_middle)
-    exp_inf_code = get(exp_inf_ptr, at, live, MASKED)
+    exp_inf_code = get(exp_inf_codes_ptr, at, live, MASKED)
     exp_inf_piece = apart(exp_inf_code)
     exp_inf_value = (exp_inf_middle[:, None] + exp_inf_piece * exp_inf_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -612,7 +612,7 @@ def adamax_float16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_inf_pattern = tl.sqrt(exp_inf).to(tl.int32, bitcast=True)
     exp_inf_largest = tl.minimum(tl.maximum(block_max(exp_inf_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_inf_above = (exp_inf_largest + 0x80000 >> 22) + 1
@@ -628,7 +628,7 @@ def adamax_float16_tile(
     exp_inf_half_add = exp_inf_half * exp_inf_scale - 0x800000
     exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_half_add[:, None]
     exp_inf_position = tl.maximum(tl.minimum(exp_inf_pattern - exp_inf_base[:, None], exp_inf_base_sub[:, None]), 0) * exp_inf_scale[:, None] + exp_inf_offset
-    put(exp_inf_ptr, at, byte(exp_inf_position, 3), live, MASKED)
+    put(exp_inf_codes_ptr, at, byte(exp_inf_position, 3), live, MASKED)
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     put(exp_inf_range_ptr, at_block, exp_inf_header.to(tl.int16), live_block, MASKED)
 
@@ -647,9 +647,9 @@ def adamax_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_inf_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_inf_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_inf_range_ptr = pointer(row + 6, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -675,8 +675,8 @@ def adamax_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamax_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_inf_ptr, exp_inf_range_ptr, where,
-                block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_inf_codes_ptr, exp_inf_range_ptr,
+                where, block, live, live_block, number, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
@@ -687,9 +687,9 @@ def adamax_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_inf_ptr += origin
+        exp_inf_codes_ptr += origin
         exp_inf_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -699,10 +699,10 @@ def adamax_float16(
             for odd in tl.static_range(2):
                 adamax_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_inf_codes_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay,
+                    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -711,8 +711,8 @@ def adamax_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamax_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_inf_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_inf_codes_ptr + start,
                 exp_inf_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,

@@ -39,9 +39,9 @@ struct adamp_float32_no_projected {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -116,10 +116,10 @@ struct adamp_float32_no_projected {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -201,7 +201,7 @@ struct adamp_float32_no_projected {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -219,15 +219,15 @@ struct adamp_float32_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -294,9 +294,9 @@ struct adamp_bfloat16_no_projected {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -372,10 +372,10 @@ struct adamp_bfloat16_no_projected {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -452,7 +452,7 @@ struct adamp_bfloat16_no_projected {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -473,7 +473,7 @@ struct adamp_bfloat16_no_projected {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -491,14 +491,14 @@ struct adamp_bfloat16_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -591,9 +591,9 @@ struct adamp_float16_no_projected {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -669,10 +669,10 @@ struct adamp_float16_no_projected {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -767,7 +767,7 @@ struct adamp_float16_no_projected {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -788,7 +788,7 @@ struct adamp_float16_no_projected {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -806,14 +806,14 @@ struct adamp_float16_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -923,9 +923,9 @@ struct adamp_float32_nesterov_no_projected {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -1000,10 +1000,10 @@ struct adamp_float32_nesterov_no_projected {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g = Grad::load(g_at + i);
@@ -1078,7 +1078,7 @@ struct adamp_float32_nesterov_no_projected {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1099,7 +1099,7 @@ struct adamp_float32_nesterov_no_projected {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1117,14 +1117,14 @@ struct adamp_float32_nesterov_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -1194,9 +1194,9 @@ struct adamp_bfloat16_nesterov_no_projected {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -1272,10 +1272,10 @@ struct adamp_bfloat16_nesterov_no_projected {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g_stored = Grad::load(g_at + i);
@@ -1357,7 +1357,7 @@ struct adamp_bfloat16_nesterov_no_projected {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1378,7 +1378,7 @@ struct adamp_bfloat16_nesterov_no_projected {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1396,14 +1396,14 @@ struct adamp_bfloat16_nesterov_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1499,9 +1499,9 @@ struct adamp_float16_nesterov_no_projected {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -1577,10 +1577,10 @@ struct adamp_float16_nesterov_no_projected {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g_stored = Grad::load(g_at + i);
@@ -1680,7 +1680,7 @@ struct adamp_float16_nesterov_no_projected {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1701,7 +1701,7 @@ struct adamp_float16_nesterov_no_projected {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1719,14 +1719,14 @@ struct adamp_float16_nesterov_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1832,9 +1832,9 @@ struct adamp_float32_1 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_2
@@ -1853,9 +1853,9 @@ struct adamp_float32_1 {
         const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];     // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_invariant_at = (float *)at[6];    // float32 [row]  for row_sum
         float *__restrict row_sum_for_invariant_2_at = (float *)at[7];  // float32 [row]  for row_sum
@@ -1934,10 +1934,10 @@ struct adamp_float32_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2020,7 +2020,7 @@ struct adamp_float32_1 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -2038,15 +2038,15 @@ struct adamp_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -2274,9 +2274,9 @@ struct adamp_float32_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {21, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_lr_times_weight_decay_2
         {22, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_p_over_row_mul_3_2
@@ -2285,9 +2285,9 @@ struct adamp_float32_7 {
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                                 // float32 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[1];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         // float32 [tensor]  read
         const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[5];
@@ -2321,18 +2321,18 @@ struct adamp_float32_7 {
         // -- elements: decode, update  (specs/adamp.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -2678,9 +2678,9 @@ struct adamp_bfloat16_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_2
@@ -2700,9 +2700,9 @@ struct adamp_bfloat16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_invariant_at = (float *)at[7];       // float32 [row]  for row_sum
         float *__restrict row_sum_for_invariant_2_at = (float *)at[8];     // float32 [row]  for row_sum
@@ -2781,10 +2781,10 @@ struct adamp_bfloat16_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2871,7 +2871,7 @@ struct adamp_bfloat16_1 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -2889,15 +2889,15 @@ struct adamp_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -3127,9 +3127,9 @@ struct adamp_bfloat16_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
         {22, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_lr_times_weight_decay_2
         {23, -1, 4, ROW, true, false, NONE, 7},  // row_sum_of_update_over_row_mul_3_2
@@ -3139,9 +3139,9 @@ struct adamp_bfloat16_7 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                           // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                    // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[4];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[4];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[5];  // int16 [blocks of 64]  read
         // float32 [tensor]  read
         const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[6];
@@ -3193,8 +3193,8 @@ struct adamp_bfloat16_7 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -3205,10 +3205,10 @@ struct adamp_bfloat16_7 {
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -3593,9 +3593,9 @@ struct adamp_float16_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_2
@@ -3615,9 +3615,9 @@ struct adamp_float16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_invariant_at = (float *)at[7];       // float32 [row]  for row_sum
         float *__restrict row_sum_for_invariant_2_at = (float *)at[8];     // float32 [row]  for row_sum
@@ -3698,10 +3698,10 @@ struct adamp_float16_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3786,7 +3786,7 @@ struct adamp_float16_1 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -3807,7 +3807,7 @@ struct adamp_float16_1 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -3825,14 +3825,14 @@ struct adamp_float16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -3848,9 +3848,9 @@ struct adamp_float16_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
         {22, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_lr_times_weight_decay_2
         {23, -1, 4, ROW, true, false, NONE, 7},  // row_sum_of_update_over_row_mul_3_2
@@ -3860,9 +3860,9 @@ struct adamp_float16_7 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                           // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                    // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[4];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[4];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[5];  // int16 [blocks of 64]  read
         // float32 [tensor]  read
         const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[6];
@@ -3914,8 +3914,8 @@ struct adamp_float16_7 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -3934,10 +3934,10 @@ struct adamp_float16_7 {
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -4143,9 +4143,9 @@ struct adamp_float32_nesterov_1 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant_2
@@ -4158,9 +4158,9 @@ struct adamp_float32_nesterov_1 {
         const float *__restrict p_at = (const float *)at[0];                     // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[4];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[4];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[5];  // int16 [blocks of 64]  read
         float *__restrict row_sum_for_invariant_at = (float *)at[6];             // float32 [row]  for row_sum
         float *__restrict row_sum_for_invariant_2_at = (float *)at[7];           // float32 [row]  for row_sum
@@ -4199,8 +4199,8 @@ struct adamp_float32_nesterov_1 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -4208,10 +4208,10 @@ struct adamp_float32_nesterov_1 {
                 const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4419,9 +4419,9 @@ struct adamp_float32_nesterov_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {21, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_lr_times_weight_decay_2
         {22, -1, 4, ROW, true, false, NONE, 7},  // row_sum_of_p_over_row_mul_3_2
@@ -4438,9 +4438,9 @@ struct adamp_float32_nesterov_7 {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[6];
@@ -4521,10 +4521,10 @@ struct adamp_float32_nesterov_7 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g = Grad::load(g_at + i);
@@ -4601,7 +4601,7 @@ struct adamp_float32_nesterov_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -4622,7 +4622,7 @@ struct adamp_float32_nesterov_7 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -4640,14 +4640,14 @@ struct adamp_float32_nesterov_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -4961,9 +4961,9 @@ struct adamp_bfloat16_nesterov_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, false, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 6},  // exp_avg_sq_range
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_2
@@ -4977,9 +4977,9 @@ struct adamp_bfloat16_nesterov_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[3];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[3];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[4];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[5];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[5];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[6];  // int16 [blocks of 64]  read
         float *__restrict row_sum_for_invariant_at = (float *)at[7];             // float32 [row]  for row_sum
         float *__restrict row_sum_for_invariant_2_at = (float *)at[8];           // float32 [row]  for row_sum
@@ -5019,8 +5019,8 @@ struct adamp_bfloat16_nesterov_1 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -5030,10 +5030,10 @@ struct adamp_bfloat16_nesterov_1 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -5243,9 +5243,9 @@ struct adamp_bfloat16_nesterov_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {22, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_lr_times_weight_decay_2
         {23, -1, 4, ROW, true, false, NONE, 8},  // row_sum_of_update_over_row_mul_3_2
@@ -5263,9 +5263,9 @@ struct adamp_bfloat16_nesterov_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[7];
@@ -5347,10 +5347,10 @@ struct adamp_bfloat16_nesterov_7 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g_stored = Grad::load(g_at + i);
@@ -5434,7 +5434,7 @@ struct adamp_bfloat16_nesterov_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -5455,7 +5455,7 @@ struct adamp_bfloat16_nesterov_7 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -5473,14 +5473,14 @@ struct adamp_bfloat16_nesterov_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -5828,9 +5828,9 @@ struct adamp_float16_nesterov_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, false, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 6},  // exp_avg_sq_range
         {7, 24, 4, ROW, false, true, TOTAL, 7},  // row_sum_for_invariant
         {8, 25, 4, ROW, false, true, TOTAL, 8},  // row_sum_for_invariant_2
@@ -5844,9 +5844,9 @@ struct adamp_float16_nesterov_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[3];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[3];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[4];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[5];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[5];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[6];  // int16 [blocks of 64]  read
         float *__restrict row_sum_for_invariant_at = (float *)at[7];             // float32 [row]  for row_sum
         float *__restrict row_sum_for_invariant_2_at = (float *)at[8];           // float32 [row]  for row_sum
@@ -5886,8 +5886,8 @@ struct adamp_float16_nesterov_1 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -5905,10 +5905,10 @@ struct adamp_float16_nesterov_1 {
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -5938,9 +5938,9 @@ struct adamp_float16_nesterov_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {22, -1, 4, WHOLE, true, false, NONE, 7},  // one_minus_lr_times_weight_decay_2
         {23, -1, 4, ROW, true, false, NONE, 8},  // row_sum_of_update_over_row_mul_3_2
@@ -5958,9 +5958,9 @@ struct adamp_float16_nesterov_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[7];
@@ -6042,10 +6042,10 @@ struct adamp_float16_nesterov_7 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g_stored = Grad::load(g_at + i);
@@ -6147,7 +6147,7 @@ struct adamp_float16_nesterov_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -6168,7 +6168,7 @@ struct adamp_float16_nesterov_7 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -6186,14 +6186,14 @@ struct adamp_float16_nesterov_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -6384,9 +6384,9 @@ struct adamp_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -6473,9 +6473,9 @@ struct adamp_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -6563,9 +6563,9 @@ struct adamp_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -6652,9 +6652,9 @@ struct adamp_float32_nesterov {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -6741,9 +6741,9 @@ struct adamp_bfloat16_nesterov {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -6831,9 +6831,9 @@ struct adamp_float16_nesterov {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2

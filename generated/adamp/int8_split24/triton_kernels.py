@@ -30,9 +30,9 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamp_float32_1_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+    scalar_3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -41,7 +41,7 @@ def adamp_float32_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -51,7 +51,7 @@ def adamp_float32_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -92,7 +92,7 @@ def adamp_float32_1_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -104,7 +104,7 @@ def adamp_float32_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
@@ -121,9 +121,9 @@ def adamp_float32_1(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -152,9 +152,9 @@ def adamp_float32_1(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 27)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 27)) + top
@@ -168,8 +168,8 @@ def adamp_float32_1(
     for tile in range(full):
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, step_key, stream_key, False,
@@ -179,8 +179,8 @@ def adamp_float32_1(
         row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
             exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at, at_block,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
@@ -190,8 +190,8 @@ def adamp_float32_1(
         row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
             exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at, at_block,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
@@ -201,8 +201,8 @@ def adamp_float32_1(
         row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
             exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at, at_block,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
@@ -223,8 +223,8 @@ def adamp_float32_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
             scalar_2, scalar_3, step_key, stream_key, True,
@@ -237,8 +237,8 @@ def adamp_float32_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
             exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live, live_block,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
@@ -251,8 +251,8 @@ def adamp_float32_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
             exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live, live_block,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
@@ -265,8 +265,8 @@ def adamp_float32_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
             exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live, live_block,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
@@ -293,9 +293,9 @@ def adamp_float32_1_flat(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, False)                # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, False)          # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, False)          # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
@@ -323,9 +323,9 @@ def adamp_float32_1_flat(
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, block, live,
-            live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3,
-            step_key, stream_key, True,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
+            block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+            scalar_3, step_key, stream_key, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
         put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
@@ -565,7 +565,7 @@ def adamp_float32_2(
 
 @triton.jit
 def adamp_float32_7_tile(
-    p_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
     one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at, at_block, at_row, live,
     live_block, live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, MASKED: tl.constexpr,
 ):
@@ -577,7 +577,7 @@ def adamp_float32_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -586,7 +586,7 @@ def adamp_float32_7_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -614,9 +614,9 @@ def adamp_float32_7(
     item = work + 2 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -639,9 +639,9 @@ def adamp_float32_7(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_of_p_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -650,28 +650,28 @@ def adamp_float32_7(
     for tile in range(full):
         start = tile * ROWS
         adamp_float32_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
+            p_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             at, at_block, at_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
         )
         adamp_float32_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
             exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
         )
         adamp_float32_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
             exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
         )
         adamp_float32_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
             exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, False,
@@ -683,8 +683,8 @@ def adamp_float32_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         adamp_float32_7_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
+            p_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             live, live_block, live_row, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
         )
@@ -692,8 +692,8 @@ def adamp_float32_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         adamp_float32_7_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
             exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
@@ -702,8 +702,8 @@ def adamp_float32_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         adamp_float32_7_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
             exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
@@ -712,8 +712,8 @@ def adamp_float32_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         adamp_float32_7_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
             exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
@@ -729,9 +729,9 @@ def adamp_float32_7_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, False)                # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, False)          # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, False)          # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [1]  read
     row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
@@ -751,7 +751,7 @@ def adamp_float32_7_flat(
         live = live_block & (lane < columns)
         at_row = at // width
         adamp_float32_7_tile(
-            p_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+            p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at, block, at_row, live,
             live_block, live, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, True,
         )
@@ -1178,9 +1178,10 @@ def adamp_float32_small_7_flat(
 
 @triton.jit
 def adamp_bfloat16_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-    scalar_3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1190,7 +1191,7 @@ def adamp_bfloat16_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1199,7 +1200,7 @@ def adamp_bfloat16_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1244,7 +1245,7 @@ def adamp_bfloat16_1_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -1256,7 +1257,7 @@ def adamp_bfloat16_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
@@ -1274,9 +1275,9 @@ def adamp_bfloat16_1(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -1306,9 +1307,9 @@ def adamp_bfloat16_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 28)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 28)) + top
@@ -1323,10 +1324,10 @@ def adamp_bfloat16_1(
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, step_key, stream_key, False,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, at,
+            at_block, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -1334,9 +1335,9 @@ def adamp_bfloat16_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at,
-            at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
+            at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -1345,9 +1346,9 @@ def adamp_bfloat16_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at,
-            at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
+            at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -1356,9 +1357,9 @@ def adamp_bfloat16_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at,
-            at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
+            at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -1378,10 +1379,10 @@ def adamp_bfloat16_1(
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, step_key, stream_key, True,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, live,
+            live_block, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -1392,9 +1393,9 @@ def adamp_bfloat16_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live,
-            live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
+            live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -1406,9 +1407,9 @@ def adamp_bfloat16_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live,
-            live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
+            live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -1420,9 +1421,9 @@ def adamp_bfloat16_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live,
-            live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
+            live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -1448,9 +1449,9 @@ def adamp_bfloat16_1_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, False)                # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
@@ -1478,9 +1479,9 @@ def adamp_bfloat16_1_flat(
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-            block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-            scalar_3, step_key, stream_key, True,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+            exp_avg_sq_range_ptr, at, block, live, live_block, number, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
         put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
@@ -1670,7 +1671,7 @@ def adamp_bfloat16_2(
 
 @triton.jit
 def adamp_bfloat16_7_tile(
-    p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
     one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, at_block, at_row,
     live, live_block, live_row, index, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
     stream_key, MASKED: tl.constexpr,
@@ -1687,7 +1688,7 @@ def adamp_bfloat16_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1696,7 +1697,7 @@ def adamp_bfloat16_7_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -1736,9 +1737,9 @@ def adamp_bfloat16_7(
     row = table + 44 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -1765,9 +1766,9 @@ def adamp_bfloat16_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_of_update_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -1778,8 +1779,8 @@ def adamp_bfloat16_7(
     for tile in range(full):
         start = tile * ROWS
         adamp_bfloat16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
@@ -1787,24 +1788,24 @@ def adamp_bfloat16_7(
         )
         adamp_bfloat16_7_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adamp_bfloat16_7_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adamp_bfloat16_7_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
@@ -1816,8 +1817,8 @@ def adamp_bfloat16_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         adamp_bfloat16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
@@ -1828,8 +1829,8 @@ def adamp_bfloat16_7(
         live_block = live_row & (block * 64 < width - 256)
         adamp_bfloat16_7_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -1839,8 +1840,8 @@ def adamp_bfloat16_7(
         live_block = live_row & (block * 64 < width - 512)
         adamp_bfloat16_7_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -1850,8 +1851,8 @@ def adamp_bfloat16_7(
         live_block = live_row & (block * 64 < width - 768)
         adamp_bfloat16_7_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -1868,9 +1869,9 @@ def adamp_bfloat16_7_flat(
     row = table + 44 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, False)                # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
@@ -1895,7 +1896,7 @@ def adamp_bfloat16_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         adamp_bfloat16_7_tile(
-            p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+            p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
             live_block, live, number, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
             True,
@@ -2368,9 +2369,10 @@ def adamp_bfloat16_small_7_flat(
 
 @triton.jit
 def adamp_float16_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-    scalar_3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2380,7 +2382,7 @@ def adamp_float16_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2389,7 +2391,7 @@ def adamp_float16_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2441,7 +2443,7 @@ def adamp_float16_1_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -2453,7 +2455,7 @@ def adamp_float16_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(update, at, live, MASKED)
@@ -2471,9 +2473,9 @@ def adamp_float16_1(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2503,9 +2505,9 @@ def adamp_float16_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 28)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 28)) + top
@@ -2520,10 +2522,10 @@ def adamp_float16_1(
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, step_key, stream_key, False,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, at,
+            at_block, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+            scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -2531,9 +2533,9 @@ def adamp_float16_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at,
-            at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
+            at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -2542,9 +2544,9 @@ def adamp_float16_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at,
-            at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
+            at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -2553,9 +2555,9 @@ def adamp_float16_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at,
-            at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
+            at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -2575,10 +2577,10 @@ def adamp_float16_1(
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-            scalar_2, scalar_3, step_key, stream_key, True,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, live,
+            live_block, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -2589,9 +2591,9 @@ def adamp_float16_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live,
-            live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
+            live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -2603,9 +2605,9 @@ def adamp_float16_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live,
-            live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
+            live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -2617,9 +2619,9 @@ def adamp_float16_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live,
-            live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
+            live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -2645,9 +2647,9 @@ def adamp_float16_1_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, False)                # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
@@ -2675,9 +2677,9 @@ def adamp_float16_1_flat(
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-            block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-            scalar_3, step_key, stream_key, True,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+            exp_avg_sq_range_ptr, at, block, live, live_block, number, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
         put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
@@ -2687,7 +2689,7 @@ def adamp_float16_1_flat(
 
 @triton.jit
 def adamp_float16_7_tile(
-    p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
     one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, at_block, at_row,
     live, live_block, live_row, index, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key,
     stream_key, MASKED: tl.constexpr,
@@ -2711,7 +2713,7 @@ def adamp_float16_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2720,7 +2722,7 @@ def adamp_float16_7_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -2769,9 +2771,9 @@ def adamp_float16_7(
     row = table + 44 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -2798,9 +2800,9 @@ def adamp_float16_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_of_update_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -2811,8 +2813,8 @@ def adamp_float16_7(
     for tile in range(full):
         start = tile * ROWS
         adamp_float16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
@@ -2820,24 +2822,24 @@ def adamp_float16_7(
         )
         adamp_float16_7_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adamp_float16_7_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adamp_float16_7_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2, scalar_3,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
@@ -2849,8 +2851,8 @@ def adamp_float16_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         adamp_float16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t,
@@ -2861,8 +2863,8 @@ def adamp_float16_7(
         live_block = live_row & (block * 64 < width - 256)
         adamp_float16_7_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -2872,8 +2874,8 @@ def adamp_float16_7(
         live_block = live_row & (block * 64 < width - 512)
         adamp_float16_7_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -2883,8 +2885,8 @@ def adamp_float16_7(
         live_block = live_row & (block * 64 < width - 768)
         adamp_float16_7_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, scalar_2,
             scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -2901,9 +2903,9 @@ def adamp_float16_7_flat(
     row = table + 44 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, False)                # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
@@ -2928,7 +2930,7 @@ def adamp_float16_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         adamp_float16_7_tile(
-            p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+            p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
             live_block, live, number, scalar_2, scalar_3, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
             True,
@@ -3355,9 +3357,9 @@ def adamp_float16_small_7_flat(
 
 @triton.jit
 def adamp_float32_no_projected_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3,
-    one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -3367,7 +3369,7 @@ def adamp_float32_no_projected_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3376,7 +3378,7 @@ def adamp_float32_no_projected_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3420,7 +3422,7 @@ def adamp_float32_no_projected_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -3432,7 +3434,7 @@ def adamp_float32_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -3451,9 +3453,9 @@ def adamp_float32_no_projected(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -3479,9 +3481,10 @@ def adamp_float32_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamp_float32_no_projected_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where,
+                block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3490,9 +3493,9 @@ def adamp_float32_no_projected(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3501,8 +3504,8 @@ def adamp_float32_no_projected(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamp_float32_no_projected_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
@@ -3515,8 +3518,8 @@ def adamp_float32_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamp_float32_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, True,
@@ -3598,10 +3601,10 @@ def adamp_float32_no_projected_small(
 
 @triton.jit
 def adamp_bfloat16_no_projected_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+    minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3610,7 +3613,7 @@ def adamp_bfloat16_no_projected_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3619,7 +3622,7 @@ def adamp_bfloat16_no_projected_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3670,7 +3673,7 @@ def adamp_bfloat16_no_projected_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -3682,7 +3685,7 @@ def adamp_bfloat16_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -3702,9 +3705,9 @@ def adamp_bfloat16_no_projected(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -3730,10 +3733,10 @@ def adamp_bfloat16_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamp_bfloat16_no_projected_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3743,9 +3746,9 @@ def adamp_bfloat16_no_projected(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3755,8 +3758,8 @@ def adamp_bfloat16_no_projected(
             for odd in tl.static_range(2):
                 adamp_bfloat16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
@@ -3768,8 +3771,8 @@ def adamp_bfloat16_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamp_bfloat16_no_projected_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
@@ -3891,10 +3894,10 @@ def adamp_bfloat16_no_projected_small(
 
 @triton.jit
 def adamp_float16_no_projected_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+    minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3903,7 +3906,7 @@ def adamp_float16_no_projected_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3912,7 +3915,7 @@ def adamp_float16_no_projected_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3979,7 +3982,7 @@ def adamp_float16_no_projected_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -3991,7 +3994,7 @@ def adamp_float16_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -4011,9 +4014,9 @@ def adamp_float16_no_projected(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -4039,10 +4042,10 @@ def adamp_float16_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamp_float16_no_projected_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -4052,9 +4055,9 @@ def adamp_float16_no_projected(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -4064,8 +4067,8 @@ def adamp_float16_no_projected(
             for odd in tl.static_range(2):
                 adamp_float16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
@@ -4077,8 +4080,8 @@ def adamp_float16_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamp_float16_no_projected_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
@@ -4216,9 +4219,10 @@ def adamp_float16_no_projected_small(
 
 @triton.jit
 def adamp_float32_nesterov_1_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
+    at_block, live, live_block, beta2, scalar_0, beta1_times_beta1,
+    beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4228,7 +4232,7 @@ def adamp_float32_nesterov_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -4237,7 +4241,7 @@ def adamp_float32_nesterov_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4264,9 +4268,9 @@ def adamp_float32_nesterov_1(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -4292,9 +4296,9 @@ def adamp_float32_nesterov_1(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 27)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 27)) + top
@@ -4306,8 +4310,8 @@ def adamp_float32_nesterov_1(
     for tile in range(full):
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
             False,
@@ -4317,8 +4321,8 @@ def adamp_float32_nesterov_1(
         row_sum_3_term_0 = row_sum_3_term * row_sum_3_term
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
             exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at, at_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, False,
@@ -4328,8 +4332,8 @@ def adamp_float32_nesterov_1(
         row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
             exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at, at_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, False,
@@ -4339,8 +4343,8 @@ def adamp_float32_nesterov_1(
         row_sum_3_term_0 = tl.fma(row_sum_3_term, row_sum_3_term, row_sum_3_term_0)
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
             exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at, at_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, False,
@@ -4361,8 +4365,8 @@ def adamp_float32_nesterov_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, True,
@@ -4375,8 +4379,8 @@ def adamp_float32_nesterov_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
             exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live, live_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, True,
@@ -4389,8 +4393,8 @@ def adamp_float32_nesterov_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
             exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live, live_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, True,
@@ -4403,8 +4407,8 @@ def adamp_float32_nesterov_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
             exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live, live_block, beta2, scalar_0,
             beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
             scalar_4, scalar_5, True,
@@ -4431,9 +4435,9 @@ def adamp_float32_nesterov_1_flat(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, False)                # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, False)          # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, False)          # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
@@ -4456,9 +4460,9 @@ def adamp_float32_nesterov_1_flat(
         live_block = block < blocks
         live = live_block & (lane < columns)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float32_nesterov_1_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, block, live,
-            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
-            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
+            block, live, live_block, beta2, scalar_0, beta1_times_beta1,
+            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
         put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
@@ -4468,7 +4472,7 @@ def adamp_float32_nesterov_1_flat(
 
 @triton.jit
 def adamp_float32_nesterov_7_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
     one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at, at_block, at_row, live,
     live_block, live_row, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4,
     scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
@@ -4481,7 +4485,7 @@ def adamp_float32_nesterov_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -4491,7 +4495,7 @@ def adamp_float32_nesterov_7_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     g = widened(get(g_ptr, at, live, MASKED))
@@ -4539,7 +4543,7 @@ def adamp_float32_nesterov_7_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -4551,7 +4555,7 @@ def adamp_float32_nesterov_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -4568,9 +4572,9 @@ def adamp_float32_nesterov_7(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -4597,9 +4601,9 @@ def adamp_float32_nesterov_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_of_p_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -4610,32 +4614,32 @@ def adamp_float32_nesterov_7(
     for tile in range(full):
         start = tile * ROWS
         adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
             scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
             exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
             exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
             scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
         )
         adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
             exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
@@ -4648,8 +4652,8 @@ def adamp_float32_nesterov_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * columns,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * columns,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * columns,
             exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
@@ -4659,8 +4663,8 @@ def adamp_float32_nesterov_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * columns + 256,
             exp_avg_sq_range_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
@@ -4670,8 +4674,8 @@ def adamp_float32_nesterov_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * columns + 512,
             exp_avg_sq_range_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
@@ -4681,8 +4685,8 @@ def adamp_float32_nesterov_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         adamp_float32_nesterov_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * columns + 768,
             exp_avg_sq_range_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
@@ -4702,9 +4706,9 @@ def adamp_float32_nesterov_7_flat(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, False)                # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, False)          # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, False)          # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [1]  read
     row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [rows]  read
@@ -4729,7 +4733,7 @@ def adamp_float32_nesterov_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         adamp_float32_nesterov_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at, block, at_row, live,
             live_block, live, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5,
             minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
@@ -5128,8 +5132,8 @@ def adamp_float32_nesterov_small_7_flat(
 
 @triton.jit
 def adamp_bfloat16_nesterov_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, beta2, scalar_0, beta1_times_beta1,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, beta2, scalar_0, beta1_times_beta1,
     beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
     MASKED: tl.constexpr,
 ):
@@ -5144,7 +5148,7 @@ def adamp_bfloat16_nesterov_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -5153,7 +5157,7 @@ def adamp_bfloat16_nesterov_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -5182,9 +5186,9 @@ def adamp_bfloat16_nesterov_1(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -5211,9 +5215,9 @@ def adamp_bfloat16_nesterov_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 28)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 28)) + top
@@ -5226,10 +5230,10 @@ def adamp_bfloat16_nesterov_1(
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, at,
+            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -5237,9 +5241,9 @@ def adamp_bfloat16_nesterov_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at,
-            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
+            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5248,9 +5252,9 @@ def adamp_bfloat16_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at,
-            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
+            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5259,9 +5263,9 @@ def adamp_bfloat16_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at,
-            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
+            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5281,10 +5285,10 @@ def adamp_bfloat16_nesterov_1(
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, live,
+            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -5295,9 +5299,9 @@ def adamp_bfloat16_nesterov_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live,
-            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
+            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5309,9 +5313,9 @@ def adamp_bfloat16_nesterov_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live,
-            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
+            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5323,9 +5327,9 @@ def adamp_bfloat16_nesterov_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live,
-            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
+            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5351,9 +5355,9 @@ def adamp_bfloat16_nesterov_1_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, False)                # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
@@ -5376,8 +5380,8 @@ def adamp_bfloat16_nesterov_1_flat(
         live_block = block < blocks
         live = live_block & (lane < columns)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_bfloat16_nesterov_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-            block, live, live_block, beta2, scalar_0, beta1_times_beta1,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+            exp_avg_sq_range_ptr, at, block, live, live_block, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
@@ -5388,10 +5392,11 @@ def adamp_bfloat16_nesterov_1_flat(
 
 @triton.jit
 def adamp_bfloat16_nesterov_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, at_block, at_row,
-    live, live_block, live_row, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4,
-    scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at,
+    at_block, at_row, live, live_block, live_row, index, beta1, beta2, one_minus_beta1_times_grad_scale,
+    scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -5405,7 +5410,7 @@ def adamp_bfloat16_nesterov_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -5414,7 +5419,7 @@ def adamp_bfloat16_nesterov_7_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -5466,7 +5471,7 @@ def adamp_bfloat16_nesterov_7_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -5478,7 +5483,7 @@ def adamp_bfloat16_nesterov_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -5496,9 +5501,9 @@ def adamp_bfloat16_nesterov_7(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -5526,9 +5531,9 @@ def adamp_bfloat16_nesterov_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_of_update_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -5540,16 +5545,17 @@ def adamp_bfloat16_nesterov_7(
         start = tile * ROWS
         adamp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, False,
         )
         adamp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -5557,8 +5563,8 @@ def adamp_bfloat16_nesterov_7(
         )
         adamp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -5566,8 +5572,8 @@ def adamp_bfloat16_nesterov_7(
         )
         adamp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -5581,19 +5587,20 @@ def adamp_bfloat16_nesterov_7(
         live_block = live_row & (block * 64 < width)
         adamp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         adamp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -5604,8 +5611,8 @@ def adamp_bfloat16_nesterov_7(
         live_block = live_row & (block * 64 < width - 512)
         adamp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -5616,8 +5623,8 @@ def adamp_bfloat16_nesterov_7(
         live_block = live_row & (block * 64 < width - 768)
         adamp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -5638,9 +5645,9 @@ def adamp_bfloat16_nesterov_7_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, False)                # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
@@ -5665,10 +5672,10 @@ def adamp_bfloat16_nesterov_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         adamp_bfloat16_nesterov_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
-            live_block, live, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+            exp_avg_sq_range_ptr, one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at,
+            block, at_row, live, live_block, live, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
+            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -6105,8 +6112,8 @@ def adamp_bfloat16_nesterov_small_7_flat(
 
 @triton.jit
 def adamp_float16_nesterov_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, beta2, scalar_0, beta1_times_beta1,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, beta2, scalar_0, beta1_times_beta1,
     beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
     MASKED: tl.constexpr,
 ):
@@ -6128,7 +6135,7 @@ def adamp_float16_nesterov_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -6137,7 +6144,7 @@ def adamp_float16_nesterov_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -6166,9 +6173,9 @@ def adamp_float16_nesterov_1(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -6195,9 +6202,9 @@ def adamp_float16_nesterov_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 28)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 28)) + top
@@ -6210,10 +6217,10 @@ def adamp_float16_nesterov_1(
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, at, at_block, beta2, scalar_0, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-            False,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, at,
+            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -6221,9 +6228,9 @@ def adamp_float16_nesterov_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, at,
-            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
+            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -6232,9 +6239,9 @@ def adamp_float16_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, at,
-            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
+            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -6243,9 +6250,9 @@ def adamp_float16_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, at,
-            at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
+            at, at_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -6265,10 +6272,10 @@ def adamp_float16_nesterov_1(
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, at, at_block, live, live_block, beta2, scalar_0,
-            beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale,
-            scalar_4, scalar_5, True,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks, at, at_block, live,
+            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -6279,9 +6286,9 @@ def adamp_float16_nesterov_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block, live,
-            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4, at, at_block,
+            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -6293,9 +6300,9 @@ def adamp_float16_nesterov_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block, live,
-            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8, at, at_block,
+            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -6307,9 +6314,9 @@ def adamp_float16_nesterov_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block, live,
-            live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12, at, at_block,
+            live, live_block, beta2, scalar_0, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale,
             one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -6335,9 +6342,9 @@ def adamp_float16_nesterov_1_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, False)                # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 24, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 25, tl.float32, False)  # float32 [partial results]  written
@@ -6360,8 +6367,8 @@ def adamp_float16_nesterov_1_flat(
         live_block = block < blocks
         live = live_block & (lane < columns)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = adamp_float16_nesterov_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-            block, live, live_block, beta2, scalar_0, beta1_times_beta1,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+            exp_avg_sq_range_ptr, at, block, live, live_block, beta2, scalar_0, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
@@ -6372,10 +6379,11 @@ def adamp_float16_nesterov_1_flat(
 
 @triton.jit
 def adamp_float16_nesterov_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, at_block, at_row,
-    live, live_block, live_row, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4,
-    scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at,
+    at_block, at_row, live, live_block, live_row, index, beta1, beta2, one_minus_beta1_times_grad_scale,
+    scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -6396,7 +6404,7 @@ def adamp_float16_nesterov_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -6405,7 +6413,7 @@ def adamp_float16_nesterov_7_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -6466,7 +6474,7 @@ def adamp_float16_nesterov_7_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub), 0) * exp_avg_sq_scale + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -6478,7 +6486,7 @@ def adamp_float16_nesterov_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -6496,9 +6504,9 @@ def adamp_float16_nesterov_7(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -6526,9 +6534,9 @@ def adamp_float16_nesterov_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
-    exp_avg_sq_ptr += top * columns + left
+    exp_avg_sq_codes_ptr += top * columns + left
     exp_avg_sq_range_ptr += top * blocks + left // 64
     row_sum_of_update_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -6540,16 +6548,17 @@ def adamp_float16_nesterov_7(
         start = tile * ROWS
         adamp_float16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, False,
         )
         adamp_float16_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -6557,8 +6566,8 @@ def adamp_float16_nesterov_7(
         )
         adamp_float16_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -6566,8 +6575,8 @@ def adamp_float16_nesterov_7(
         )
         adamp_float16_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -6581,19 +6590,20 @@ def adamp_float16_nesterov_7(
         live_block = live_row & (block * 64 < width)
         adamp_float16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * columns,
-            exp_avg_sq_range_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
-            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            exp_avg_sq_codes_ptr + start * columns, exp_avg_sq_range_ptr + start * blocks,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
+            at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
+            step_key, stream_key, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         adamp_float16_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
-            exp_avg_sq_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_codes_ptr + start * columns + 256, exp_avg_sq_range_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -6604,8 +6614,8 @@ def adamp_float16_nesterov_7(
         live_block = live_row & (block * 64 < width - 512)
         adamp_float16_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
-            exp_avg_sq_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_codes_ptr + start * columns + 512, exp_avg_sq_range_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -6616,8 +6626,8 @@ def adamp_float16_nesterov_7(
         live_block = live_row & (block * 64 < width - 768)
         adamp_float16_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
-            exp_avg_sq_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_codes_ptr + start * columns + 768, exp_avg_sq_range_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t,
@@ -6638,9 +6648,9 @@ def adamp_float16_nesterov_7_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, False)                # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, False)          # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, False)          # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
@@ -6665,10 +6675,10 @@ def adamp_float16_nesterov_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         adamp_float16_nesterov_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
-            live_block, live, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0, scalar_4, scalar_5,
-            minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+            exp_avg_sq_range_ptr, one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at,
+            block, at_row, live, live_block, live, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_0,
+            scalar_4, scalar_5, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
         )
 
 
@@ -7128,9 +7138,9 @@ def adamp_float16_nesterov_small_7_flat(
 
 @triton.jit
 def adamp_float32_nesterov_no_projected_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3,
-    one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -7139,7 +7149,7 @@ def adamp_float32_nesterov_no_projected_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -7148,7 +7158,7 @@ def adamp_float32_nesterov_no_projected_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g = widened(get(g_ptr, at, live, MASKED))
@@ -7194,7 +7204,7 @@ def adamp_float32_nesterov_no_projected_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -7206,7 +7216,7 @@ def adamp_float32_nesterov_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -7225,9 +7235,9 @@ def adamp_float32_nesterov_no_projected(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -7253,9 +7263,10 @@ def adamp_float32_nesterov_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamp_float32_nesterov_no_projected_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where,
+                block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -7264,9 +7275,9 @@ def adamp_float32_nesterov_no_projected(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -7275,8 +7286,8 @@ def adamp_float32_nesterov_no_projected(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamp_float32_nesterov_no_projected_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
@@ -7289,8 +7300,8 @@ def adamp_float32_nesterov_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamp_float32_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, True,
@@ -7375,10 +7386,10 @@ def adamp_float32_nesterov_no_projected_small(
 
 @triton.jit
 def adamp_bfloat16_nesterov_no_projected_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+    minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -7386,7 +7397,7 @@ def adamp_bfloat16_nesterov_no_projected_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -7395,7 +7406,7 @@ def adamp_bfloat16_nesterov_no_projected_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -7448,7 +7459,7 @@ def adamp_bfloat16_nesterov_no_projected_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -7460,7 +7471,7 @@ def adamp_bfloat16_nesterov_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -7480,9 +7491,9 @@ def adamp_bfloat16_nesterov_no_projected(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -7508,10 +7519,10 @@ def adamp_bfloat16_nesterov_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamp_bfloat16_nesterov_no_projected_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -7521,9 +7532,9 @@ def adamp_bfloat16_nesterov_no_projected(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -7533,8 +7544,8 @@ def adamp_bfloat16_nesterov_no_projected(
             for odd in tl.static_range(2):
                 adamp_bfloat16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
@@ -7546,8 +7557,8 @@ def adamp_bfloat16_nesterov_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamp_bfloat16_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
@@ -7673,10 +7684,10 @@ def adamp_bfloat16_nesterov_no_projected_small(
 
 @triton.jit
 def adamp_float16_nesterov_no_projected_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+    minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -7684,7 +7695,7 @@ def adamp_float16_nesterov_no_projected_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -7693,7 +7704,7 @@ def adamp_float16_nesterov_no_projected_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -7762,7 +7773,7 @@ def adamp_float16_nesterov_no_projected_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -7774,7 +7785,7 @@ def adamp_float16_nesterov_no_projected_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -7794,9 +7805,9 @@ def adamp_float16_nesterov_no_projected(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -7822,10 +7833,10 @@ def adamp_float16_nesterov_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamp_float16_nesterov_no_projected_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
+                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -7835,9 +7846,9 @@ def adamp_float16_nesterov_no_projected(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -7847,8 +7858,8 @@ def adamp_float16_nesterov_no_projected(
             for odd in tl.static_range(2):
                 adamp_float16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
@@ -7860,8 +7871,8 @@ def adamp_float16_nesterov_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamp_float16_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,

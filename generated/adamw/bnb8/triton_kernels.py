@@ -27,18 +27,18 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_piece = apart(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -64,7 +64,7 @@ def adamw_float32_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(615384.5625, exp_avg_number_abs, 0.33076921105384827), tl.fma(111111.125, exp_avg_number_abs, 1.8888887166976929), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(44444.4375, exp_avg_number_abs, 3.055555820465088), tl.fma(22222.21875, exp_avg_number_abs, 4.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(8888.888671875, exp_avg_number_abs, 6.611110687255859), tl.fma(4444.44384765625, exp_avg_number_abs, 10.55555534362793), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(1777.7777099609375, exp_avg_number_abs, 13.722222328186035), tl.fma(888.8885498046875, exp_avg_number_abs, 22.111114501953125), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(355.5555114746094, exp_avg_number_abs, 27.94444465637207), tl.fma(177.7779541015625, exp_avg_number_abs, 45.22220230102539), propagate_nan=tl.PropagateNan.ALL), tl.fma(71.1111068725586, exp_avg_number_abs, 56.38888931274414), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9964843988418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 128.0) + 127.0).to(tl.int32)
-    put(exp_avg_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
@@ -72,7 +72,7 @@ def adamw_float32_tile(
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_number_max = tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_code = (tl.where(exp_avg_sq_number < 0.9982422590255737, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, exp_avg_sq_number_max, 0.0806451141834259), tl.fma(1111111.125, exp_avg_sq_number_max, 0.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, exp_avg_sq_number_max, 2.055555582046509), tl.fma(222222.234375, exp_avg_sq_number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, exp_avg_sq_number_max, 5.611110687255859), tl.fma(44444.4375, exp_avg_sq_number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.775390625, exp_avg_sq_number_max, 12.722222328186035), tl.fma(8888.890625, exp_avg_sq_number_max, 21.111108779907227), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, exp_avg_sq_number_max, 26.94444465637207), tl.fma(1777.777099609375, exp_avg_sq_number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, exp_avg_sq_number_max, 55.38888931274414), tl.fma(355.555908203125, exp_avg_sq_number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.2222137451172, exp_avg_sq_number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -88,9 +88,9 @@ def adamw_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -111,9 +111,9 @@ def adamw_float32(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -122,17 +122,17 @@ def adamw_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
                 )
@@ -143,8 +143,8 @@ def adamw_float32(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 scalar_3, scalar_4, True,
             )
@@ -225,18 +225,18 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_piece = apart(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
@@ -266,7 +266,7 @@ def adamw_bfloat16_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(615384.5625, exp_avg_number_abs, 0.33076921105384827), tl.fma(111111.125, exp_avg_number_abs, 1.8888887166976929), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(44444.4375, exp_avg_number_abs, 3.055555820465088), tl.fma(22222.21875, exp_avg_number_abs, 4.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(8888.888671875, exp_avg_number_abs, 6.611110687255859), tl.fma(4444.44384765625, exp_avg_number_abs, 10.55555534362793), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(1777.7777099609375, exp_avg_number_abs, 13.722222328186035), tl.fma(888.8885498046875, exp_avg_number_abs, 22.111114501953125), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(355.5555114746094, exp_avg_number_abs, 27.94444465637207), tl.fma(177.7779541015625, exp_avg_number_abs, 45.22220230102539), propagate_nan=tl.PropagateNan.ALL), tl.fma(71.1111068725586, exp_avg_number_abs, 56.38888931274414), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9964843988418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 128.0) + 127.0).to(tl.int32)
-    put(exp_avg_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
@@ -274,7 +274,7 @@ def adamw_bfloat16_tile(
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_number_max = tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_code = (tl.where(exp_avg_sq_number < 0.9982422590255737, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, exp_avg_sq_number_max, 0.0806451141834259), tl.fma(1111111.125, exp_avg_sq_number_max, 0.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, exp_avg_sq_number_max, 2.055555582046509), tl.fma(222222.234375, exp_avg_sq_number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, exp_avg_sq_number_max, 5.611110687255859), tl.fma(44444.4375, exp_avg_sq_number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.775390625, exp_avg_sq_number_max, 12.722222328186035), tl.fma(8888.890625, exp_avg_sq_number_max, 21.111108779907227), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, exp_avg_sq_number_max, 26.94444465637207), tl.fma(1777.777099609375, exp_avg_sq_number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, exp_avg_sq_number_max, 55.38888931274414), tl.fma(355.555908203125, exp_avg_sq_number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.2222137451172, exp_avg_sq_number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -290,9 +290,9 @@ def adamw_bfloat16(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -313,9 +313,9 @@ def adamw_bfloat16(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -324,17 +324,17 @@ def adamw_bfloat16(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
                 )
@@ -345,8 +345,8 @@ def adamw_bfloat16(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 scalar_3, scalar_4, True,
             )
@@ -431,18 +431,18 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_piece = apart(exp_avg_code)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
@@ -470,7 +470,7 @@ def adamw_float16_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(615384.5625, exp_avg_number_abs, 0.33076921105384827), tl.fma(111111.125, exp_avg_number_abs, 1.8888887166976929), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(44444.4375, exp_avg_number_abs, 3.055555820465088), tl.fma(22222.21875, exp_avg_number_abs, 4.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(8888.888671875, exp_avg_number_abs, 6.611110687255859), tl.fma(4444.44384765625, exp_avg_number_abs, 10.55555534362793), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(1777.7777099609375, exp_avg_number_abs, 13.722222328186035), tl.fma(888.8885498046875, exp_avg_number_abs, 22.111114501953125), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(355.5555114746094, exp_avg_number_abs, 27.94444465637207), tl.fma(177.7779541015625, exp_avg_number_abs, 45.22220230102539), propagate_nan=tl.PropagateNan.ALL), tl.fma(71.1111068725586, exp_avg_number_abs, 56.38888931274414), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9964843988418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 128.0) + 127.0).to(tl.int32)
-    put(exp_avg_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
@@ -478,7 +478,7 @@ def adamw_float16_tile(
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_number_max = tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_code = (tl.where(exp_avg_sq_number < 0.9982422590255737, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, exp_avg_sq_number_max, 0.0806451141834259), tl.fma(1111111.125, exp_avg_sq_number_max, 0.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, exp_avg_sq_number_max, 2.055555582046509), tl.fma(222222.234375, exp_avg_sq_number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, exp_avg_sq_number_max, 5.611110687255859), tl.fma(44444.4375, exp_avg_sq_number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.775390625, exp_avg_sq_number_max, 12.722222328186035), tl.fma(8888.890625, exp_avg_sq_number_max, 21.111108779907227), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, exp_avg_sq_number_max, 26.94444465637207), tl.fma(1777.777099609375, exp_avg_sq_number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, exp_avg_sq_number_max, 55.38888931274414), tl.fma(355.555908203125, exp_avg_sq_number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.2222137451172, exp_avg_sq_number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -494,9 +494,9 @@ def adamw_float16(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -517,9 +517,9 @@ def adamw_float16(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float16_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -528,17 +528,17 @@ def adamw_float16(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
                 )
@@ -549,8 +549,8 @@ def adamw_float16(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 scalar_3, scalar_4, True,
             )
@@ -633,22 +633,23 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_piece = apart(exp_avg_code)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.007031250279396772, max_exp_avg_sq_piece_sub, -0.7894531488418579), tl.fma(0.0014062499394640326, max_exp_avg_sq_piece_sub, -0.07789061963558197), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.fma(0.00028124998789280653, max_exp_avg_sq_piece_sub, -0.007578124757856131), tl.fma(5.6250002671731636e-05, max_exp_avg_sq_piece_sub, -0.0007156250649131835), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.maximum(tl.fma(1.1250000170548446e-05, max_exp_avg_sq_piece_sub, -6.312500045169145e-05), tl.fma(2.249999852210749e-06, max_exp_avg_sq_piece_sub, -4.624999746738467e-06), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.49999959073466e-07, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -676,7 +677,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(615384.5625, exp_avg_number_abs, 0.33076921105384827), tl.fma(111111.125, exp_avg_number_abs, 1.8888887166976929), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(44444.4375, exp_avg_number_abs, 3.055555820465088), tl.fma(22222.21875, exp_avg_number_abs, 4.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(8888.888671875, exp_avg_number_abs, 6.611110687255859), tl.fma(4444.44384765625, exp_avg_number_abs, 10.55555534362793), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(1777.7777099609375, exp_avg_number_abs, 13.722222328186035), tl.fma(888.8885498046875, exp_avg_number_abs, 22.111114501953125), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(355.5555114746094, exp_avg_number_abs, 27.94444465637207), tl.fma(177.7779541015625, exp_avg_number_abs, 45.22220230102539), propagate_nan=tl.PropagateNan.ALL), tl.fma(71.1111068725586, exp_avg_number_abs, 56.38888931274414), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9964843988418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 128.0) + 127.0).to(tl.int32)
-    put(exp_avg_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
@@ -684,7 +685,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_number_max = tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_code = (tl.where(exp_avg_sq_number < 0.9982422590255737, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, exp_avg_sq_number_max, 0.0806451141834259), tl.fma(1111111.125, exp_avg_sq_number_max, 0.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, exp_avg_sq_number_max, 2.055555582046509), tl.fma(222222.234375, exp_avg_sq_number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, exp_avg_sq_number_max, 5.611110687255859), tl.fma(44444.4375, exp_avg_sq_number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.775390625, exp_avg_sq_number_max, 12.722222328186035), tl.fma(8888.890625, exp_avg_sq_number_max, 21.111108779907227), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, exp_avg_sq_number_max, 26.94444465637207), tl.fma(1777.777099609375, exp_avg_sq_number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, exp_avg_sq_number_max, 55.38888931274414), tl.fma(355.555908203125, exp_avg_sq_number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.2222137451172, exp_avg_sq_number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
@@ -692,7 +693,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
     max_exp_avg_sq_number_max = tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_code = (tl.where(max_exp_avg_sq_number < 0.9982422590255737, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, max_exp_avg_sq_number_max, 0.0806451141834259), tl.fma(1111111.125, max_exp_avg_sq_number_max, 0.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, max_exp_avg_sq_number_max, 2.055555582046509), tl.fma(222222.234375, max_exp_avg_sq_number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, max_exp_avg_sq_number_max, 5.611110687255859), tl.fma(44444.4375, max_exp_avg_sq_number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.775390625, max_exp_avg_sq_number_max, 12.722222328186035), tl.fma(8888.890625, max_exp_avg_sq_number_max, 21.111108779907227), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, max_exp_avg_sq_number_max, 26.94444465637207), tl.fma(1777.777099609375, max_exp_avg_sq_number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, max_exp_avg_sq_number_max, 55.38888931274414), tl.fma(355.555908203125, max_exp_avg_sq_number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.2222137451172, max_exp_avg_sq_number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
-    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, max_exp_avg_sq_code.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -708,11 +709,11 @@ def adamw_float32_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 256]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -733,9 +734,9 @@ def adamw_float32_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -744,20 +745,20 @@ def adamw_float32_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
                 )
@@ -768,10 +769,11 @@ def adamw_float32_amsgrad(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, True,
             )
 
 
@@ -856,22 +858,23 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_piece = apart(exp_avg_code)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.007031250279396772, max_exp_avg_sq_piece_sub, -0.7894531488418579), tl.fma(0.0014062499394640326, max_exp_avg_sq_piece_sub, -0.07789061963558197), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.fma(0.00028124998789280653, max_exp_avg_sq_piece_sub, -0.007578124757856131), tl.fma(5.6250002671731636e-05, max_exp_avg_sq_piece_sub, -0.0007156250649131835), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.maximum(tl.fma(1.1250000170548446e-05, max_exp_avg_sq_piece_sub, -6.312500045169145e-05), tl.fma(2.249999852210749e-06, max_exp_avg_sq_piece_sub, -4.624999746738467e-06), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.49999959073466e-07, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
@@ -903,7 +906,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(615384.5625, exp_avg_number_abs, 0.33076921105384827), tl.fma(111111.125, exp_avg_number_abs, 1.8888887166976929), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(44444.4375, exp_avg_number_abs, 3.055555820465088), tl.fma(22222.21875, exp_avg_number_abs, 4.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(8888.888671875, exp_avg_number_abs, 6.611110687255859), tl.fma(4444.44384765625, exp_avg_number_abs, 10.55555534362793), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(1777.7777099609375, exp_avg_number_abs, 13.722222328186035), tl.fma(888.8885498046875, exp_avg_number_abs, 22.111114501953125), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(355.5555114746094, exp_avg_number_abs, 27.94444465637207), tl.fma(177.7779541015625, exp_avg_number_abs, 45.22220230102539), propagate_nan=tl.PropagateNan.ALL), tl.fma(71.1111068725586, exp_avg_number_abs, 56.38888931274414), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9964843988418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 128.0) + 127.0).to(tl.int32)
-    put(exp_avg_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
@@ -911,7 +914,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_number_max = tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_code = (tl.where(exp_avg_sq_number < 0.9982422590255737, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, exp_avg_sq_number_max, 0.0806451141834259), tl.fma(1111111.125, exp_avg_sq_number_max, 0.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, exp_avg_sq_number_max, 2.055555582046509), tl.fma(222222.234375, exp_avg_sq_number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, exp_avg_sq_number_max, 5.611110687255859), tl.fma(44444.4375, exp_avg_sq_number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.775390625, exp_avg_sq_number_max, 12.722222328186035), tl.fma(8888.890625, exp_avg_sq_number_max, 21.111108779907227), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, exp_avg_sq_number_max, 26.94444465637207), tl.fma(1777.777099609375, exp_avg_sq_number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, exp_avg_sq_number_max, 55.38888931274414), tl.fma(355.555908203125, exp_avg_sq_number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.2222137451172, exp_avg_sq_number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
@@ -919,7 +922,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
     max_exp_avg_sq_number_max = tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_code = (tl.where(max_exp_avg_sq_number < 0.9982422590255737, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, max_exp_avg_sq_number_max, 0.0806451141834259), tl.fma(1111111.125, max_exp_avg_sq_number_max, 0.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, max_exp_avg_sq_number_max, 2.055555582046509), tl.fma(222222.234375, max_exp_avg_sq_number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, max_exp_avg_sq_number_max, 5.611110687255859), tl.fma(44444.4375, max_exp_avg_sq_number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.775390625, max_exp_avg_sq_number_max, 12.722222328186035), tl.fma(8888.890625, max_exp_avg_sq_number_max, 21.111108779907227), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, max_exp_avg_sq_number_max, 26.94444465637207), tl.fma(1777.777099609375, max_exp_avg_sq_number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, max_exp_avg_sq_number_max, 55.38888931274414), tl.fma(355.555908203125, max_exp_avg_sq_number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.2222137451172, max_exp_avg_sq_number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
-    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, max_exp_avg_sq_code.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -935,11 +938,11 @@ def adamw_bfloat16_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 256]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -960,9 +963,9 @@ def adamw_bfloat16_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -971,20 +974,20 @@ def adamw_bfloat16_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
                 )
@@ -995,10 +998,11 @@ def adamw_bfloat16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, True,
             )
 
 
@@ -1087,22 +1091,23 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_piece = apart(exp_avg_code)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.007031250279396772, max_exp_avg_sq_piece_sub, -0.7894531488418579), tl.fma(0.0014062499394640326, max_exp_avg_sq_piece_sub, -0.07789061963558197), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.fma(0.00028124998789280653, max_exp_avg_sq_piece_sub, -0.007578124757856131), tl.fma(5.6250002671731636e-05, max_exp_avg_sq_piece_sub, -0.0007156250649131835), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.maximum(tl.maximum(tl.fma(1.1250000170548446e-05, max_exp_avg_sq_piece_sub, -6.312500045169145e-05), tl.fma(2.249999852210749e-06, max_exp_avg_sq_piece_sub, -4.624999746738467e-06), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.49999959073466e-07, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
@@ -1132,7 +1137,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(615384.5625, exp_avg_number_abs, 0.33076921105384827), tl.fma(111111.125, exp_avg_number_abs, 1.8888887166976929), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(44444.4375, exp_avg_number_abs, 3.055555820465088), tl.fma(22222.21875, exp_avg_number_abs, 4.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(8888.888671875, exp_avg_number_abs, 6.611110687255859), tl.fma(4444.44384765625, exp_avg_number_abs, 10.55555534362793), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(1777.7777099609375, exp_avg_number_abs, 13.722222328186035), tl.fma(888.8885498046875, exp_avg_number_abs, 22.111114501953125), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(355.5555114746094, exp_avg_number_abs, 27.94444465637207), tl.fma(177.7779541015625, exp_avg_number_abs, 45.22220230102539), propagate_nan=tl.PropagateNan.ALL), tl.fma(71.1111068725586, exp_avg_number_abs, 56.38888931274414), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 127.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9964843988418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 128.0) + 127.0).to(tl.int32)
-    put(exp_avg_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_code.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
@@ -1140,7 +1145,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_number_max = tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_code = (tl.where(exp_avg_sq_number < 0.9982422590255737, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, exp_avg_sq_number_max, 0.0806451141834259), tl.fma(1111111.125, exp_avg_sq_number_max, 0.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, exp_avg_sq_number_max, 2.055555582046509), tl.fma(222222.234375, exp_avg_sq_number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, exp_avg_sq_number_max, 5.611110687255859), tl.fma(44444.4375, exp_avg_sq_number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.775390625, exp_avg_sq_number_max, 12.722222328186035), tl.fma(8888.890625, exp_avg_sq_number_max, 21.111108779907227), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, exp_avg_sq_number_max, 26.94444465637207), tl.fma(1777.777099609375, exp_avg_sq_number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, exp_avg_sq_number_max, 55.38888931274414), tl.fma(355.555908203125, exp_avg_sq_number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.2222137451172, exp_avg_sq_number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_code.to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
@@ -1148,7 +1153,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
     max_exp_avg_sq_number_max = tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_code = (tl.where(max_exp_avg_sq_number < 0.9982422590255737, rint(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.minimum(tl.fma(2580645.0, max_exp_avg_sq_number_max, 0.0806451141834259), tl.fma(1111111.125, max_exp_avg_sq_number_max, 0.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(444444.4375, max_exp_avg_sq_number_max, 2.055555582046509), tl.fma(222222.234375, max_exp_avg_sq_number_max, 3.777777671813965), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.fma(88888.890625, max_exp_avg_sq_number_max, 5.611110687255859), tl.fma(44444.4375, max_exp_avg_sq_number_max, 9.555556297302246), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(17777.775390625, max_exp_avg_sq_number_max, 12.722222328186035), tl.fma(8888.890625, max_exp_avg_sq_number_max, 21.111108779907227), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.minimum(tl.minimum(tl.fma(3555.555419921875, max_exp_avg_sq_number_max, 26.94444465637207), tl.fma(1777.777099609375, max_exp_avg_sq_number_max, 44.22222900390625), propagate_nan=tl.PropagateNan.ALL), tl.minimum(tl.fma(711.111083984375, max_exp_avg_sq_number_max, 55.38888931274414), tl.fma(355.555908203125, max_exp_avg_sq_number_max, 90.44440460205078), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), tl.fma(142.2222137451172, max_exp_avg_sq_number_max, 112.27777862548828), propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL), 254.0, propagate_nan=tl.PropagateNan.ALL)), 255.0) + 0.0).to(tl.int32)
-    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq_code.to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, max_exp_avg_sq_code.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1164,11 +1169,11 @@ def adamw_float16_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 256]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -1189,9 +1194,9 @@ def adamw_float16_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1200,20 +1205,20 @@ def adamw_float16_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
                 )
@@ -1224,10 +1229,11 @@ def adamw_float16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, True,
             )
 
 

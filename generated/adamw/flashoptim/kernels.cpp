@@ -38,9 +38,9 @@ struct adamw_float32 {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[3];     // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];    // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[5];  // float16 [blocks of 32]  read and written
         const F one_minus_lr_times_weight_decay(scalars[0]);
         const F beta1_times_one_over_127(scalars[1]);
@@ -84,9 +84,9 @@ struct adamw_float32 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -126,8 +126,8 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -135,8 +135,8 @@ struct adamw_float32 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
+                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -160,9 +160,9 @@ struct adamw_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];     // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];  // float16 [blocks of 32]  read and written
         const F one_over_127(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
@@ -206,9 +206,9 @@ struct adamw_bfloat16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -280,8 +280,8 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -289,8 +289,8 @@ struct adamw_bfloat16 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
+                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -314,9 +314,9 @@ struct adamw_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];     // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];  // float16 [blocks of 32]  read and written
         const F one_over_127(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
@@ -360,9 +360,9 @@ struct adamw_float16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -432,8 +432,8 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -441,8 +441,8 @@ struct adamw_float16 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
+                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -465,11 +465,11 @@ struct adamw_float32_amsgrad {
         float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];           // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[3];         // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];        // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[5];      // float16 [blocks of 32]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];          // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];    // uint8 [n]  read and written
         uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[7];  // float16 [blocks of 32]  read and written
         const F sqrt_one_over_255_times_one_over_255(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
@@ -524,14 +524,14 @@ struct adamw_float32_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -582,9 +582,9 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -594,9 +594,9 @@ struct adamw_float32_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
+                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
+                store(max_exp_avg_sq_codes_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -620,11 +620,11 @@ struct adamw_bfloat16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];         // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];      // float16 [blocks of 32]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];          // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];    // uint8 [n]  read and written
         uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[8];  // float16 [blocks of 32]  read and written
         const F one_over_127(scalars[0]);
         const F sqrt_one_over_255_times_one_over_255(scalars[1]);
@@ -679,14 +679,14 @@ struct adamw_bfloat16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -734,7 +734,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -770,8 +770,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -781,9 +781,9 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
+                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
+                store(max_exp_avg_sq_codes_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -807,11 +807,11 @@ struct adamw_float16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_scale_at = (uint16_t *)at[4];         // float16 [blocks of 32]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         uint16_t *__restrict exp_avg_sq_scale_at = (uint16_t *)at[6];      // float16 [blocks of 32]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];          // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];    // uint8 [n]  read and written
         uint16_t *__restrict max_exp_avg_sq_scale_at = (uint16_t *)at[8];  // float16 [blocks of 32]  read and written
         const F one_over_127(scalars[0]);
         const F sqrt_one_over_255_times_one_over_255(scalars[1]);
@@ -866,14 +866,14 @@ struct adamw_float16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -921,7 +921,7 @@ struct adamw_float16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -955,8 +955,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -966,9 +966,9 @@ struct adamw_float16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
+                store(exp_avg_codes_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_codes_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
+                store(max_exp_avg_sq_codes_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
             }
         }
     }

@@ -23,9 +23,10 @@ from optgen.runtime.eager import Blocks, block_max, larger, quotient, scalars, s
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 32, place)
@@ -38,7 +39,7 @@ def adamw_float32(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -48,7 +49,7 @@ def adamw_float32(
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -70,165 +71,15 @@ def adamw_float32(
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
-    b.store(exp_avg_sq_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale.to(torch.float16))
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None,
-):
-    """One step in place, in strict maths."""
-    b = Blocks(p_tensor, 32, place)
-    (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    ) = scalars(
-        p_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    )
-    # -- load and decode
-    p_stored = b.elements(p_tensor)
-    p_weight = p_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
-    p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    p_biased_sub = p_biased - 135
-    part = p_biased_sub >> 1
-    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
-    exp_avg_piece = exp_avg_code.to(torch.int32)
-    exp_avg_code = exp_avg_piece.to(torch.float32)
-    exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = quotient(exp_avg_code, 127.0)
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
-    exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g        # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_value = sqrt(exp_avg_sq)
-    denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    # -- encode and store
-    p_x_bits = p.view(torch.int32)
-    p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_kept = (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
-    p_weight = p_kept.to(torch.float32)
-    p_error = p - p_weight
-    p_error = torch.where(p_error == p_error, p_error, 0.0)
-    p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    p_biased_sub = 0 - (p_biased - 135)
-    part = p_biased_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
-    p_size = (p_units.abs() + 0.5).floor()
-    p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
-    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_div = exp_avg / exp_avg_scale
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    b.store(p_tensor, p_kept)
-    b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
-    b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
-    b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
-    b.store(exp_avg_sq_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
-    b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale.to(torch.float16))
-
-
-def adamw_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None,
-):
-    """One step in place, in strict maths."""
-    b = Blocks(p_tensor, 32, place)
-    (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    ) = scalars(
-        p_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    )
-    # -- load and decode
-    p_stored = b.elements(p_tensor)
-    p_weight = p_stored.to(torch.float32)
-    weight_low_code = b.elements(weight_low_tensor)
-    p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
-    p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    p_biased_sub = p_biased - 138
-    part = p_biased_sub >> 1
-    # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
-    exp_avg_piece = exp_avg_code.to(torch.int32)
-    exp_avg_code = exp_avg_piece.to(torch.float32)
-    exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = quotient(exp_avg_code, 127.0)
-    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
-    exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
-    g_stored = b.elements(g_tensor)
-    g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
-    exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
-    exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
-    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
-    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g        # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_value = sqrt(exp_avg_sq)
-    denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    # -- encode and store
-    p_kept = p.to(torch.float16)
-    p_weight = p_kept.to(torch.float32)
-    p_error = p - p_weight
-    p_error = torch.where(p_error == p_error, p_error, 0.0)
-    p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    p_biased_sub = 0 - (p_biased - 138)
-    part = p_biased_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
-    p_size = (p_units.abs() + 0.5).floor()
-    p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
-    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
-    exp_avg_div = exp_avg / exp_avg_scale
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    b.store(p_tensor, p_kept)
-    b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
-    b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
-    b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
-    b.store(exp_avg_sq_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
-    b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale.to(torch.float16))
-
-
-def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -242,8 +93,158 @@ def adamw_float32_amsgrad(
         one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
     )
     # -- load and decode
+    p_stored = b.elements(p_tensor)
+    p_weight = p_stored.to(torch.float32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
+    p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
+    p_biased_sub = p_biased - 135
+    part = p_biased_sub >> 1
+    # bf16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
+    exp_avg_piece = exp_avg_code.to(torch.int32)
+    exp_avg_code = exp_avg_piece.to(torch.float32)
+    exp_avg_code = exp_avg_code - 128.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
+    exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
+    exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+    # -- update  (specs/adamw.py)
+    p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g        # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    exp_avg_sq_value = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    # -- encode and store
+    p_x_bits = p.view(torch.int32)
+    p_carry = (p_x_bits >> 16 & 1) + 32767
+    p_kept = (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_weight = p_kept.to(torch.float32)
+    p_error = p - p_weight
+    p_error = torch.where(p_error == p_error, p_error, 0.0)
+    p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
+    p_biased_sub = 0 - (p_biased - 135)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_size = (p_units.abs() + 0.5).floor()
+    p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
+    exp_avg_div = exp_avg / exp_avg_scale
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
+    b.store(p_tensor, p_kept)
+    b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
+    b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
+    b.store(exp_avg_sq_codes_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
+    b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale.to(torch.float16))
+
+
+def adamw_float16(
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+):
+    """One step in place, in strict maths."""
+    b = Blocks(p_tensor, 32, place)
+    (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    ) = scalars(
+        p_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    )
+    # -- load and decode
+    p_stored = b.elements(p_tensor)
+    p_weight = p_stored.to(torch.float32)
+    weight_low_code = b.elements(weight_low_tensor)
+    p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
+    p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
+    p_biased_sub = p_biased - 138
+    part = p_biased_sub >> 1
+    # f16 and its rounding error in 1/254 ulp (FlashOptim)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
+    exp_avg_piece = exp_avg_code.to(torch.int32)
+    exp_avg_code = exp_avg_piece.to(torch.float32)
+    exp_avg_code = exp_avg_code - 128.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
+    exp_avg_scale = b.per_block(exp_avg_scale_tensor)
+    exp_avg_scale = exp_avg_scale.to(torch.float32)
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
+    g_stored = b.elements(g_tensor)
+    g = grad_scale * g_stored.to(torch.float32)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
+    exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
+    exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
+    exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
+    exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
+    exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
+    # -- update  (specs/adamw.py)
+    p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg_value + one_minus_beta1 * g        # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
+    exp_avg_sq_value = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    # -- encode and store
+    p_kept = p.to(torch.float16)
+    p_weight = p_kept.to(torch.float32)
+    p_error = p - p_weight
+    p_error = torch.where(p_error == p_error, p_error, 0.0)
+    p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
+    p_biased_sub = 0 - (p_biased - 138)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_size = (p_units.abs() + 0.5).floor()
+    p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
+    exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
+    exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
+    exp_avg_div = exp_avg / exp_avg_scale
+    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
+    b.store(p_tensor, p_kept)
+    b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
+    b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
+    b.store(exp_avg_sq_codes_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
+    b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale.to(torch.float16))
+
+
+def adamw_float32_amsgrad(
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+):
+    """One step in place, in strict maths."""
+    b = Blocks(p_tensor, 32, place)
+    (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    ) = scalars(
+        p_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    )
+    # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -253,7 +254,7 @@ def adamw_float32_amsgrad(
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -261,7 +262,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_value = quotient(max_exp_avg_sq_code, 255.0) * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -290,19 +291,20 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
-    b.store(exp_avg_sq_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale.to(torch.float16))
-    b.store(max_exp_avg_sq_tensor, (max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale.to(torch.float16))
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor,
+    max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 32, place)
@@ -323,7 +325,7 @@ def adamw_bfloat16_amsgrad(
     part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
     p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -333,7 +335,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -341,7 +343,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_value = quotient(max_exp_avg_sq_code, 255.0) * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -383,19 +385,20 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
-    b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
-    b.store(exp_avg_sq_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale.to(torch.float16))
-    b.store(max_exp_avg_sq_tensor, (max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale.to(torch.float16))
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor,
+    max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 32, place)
@@ -416,7 +419,7 @@ def adamw_float16_amsgrad(
     part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
     p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -426,7 +429,7 @@ def adamw_float16_amsgrad(
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -434,7 +437,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_value = quotient(max_exp_avg_sq_code, 255.0) * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -474,21 +477,21 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
-    b.store(exp_avg_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale.to(torch.float16))
-    b.store(exp_avg_sq_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, (exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale.to(torch.float16))
-    b.store(max_exp_avg_sq_tensor, (max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale.to(torch.float16))
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 32)
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -496,7 +499,7 @@ def adamw_float32_decode(
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -524,15 +527,15 @@ def adamw_float32_encode(values):
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale.to(torch.float16)),
-        "exp_avg_sq": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale.to(torch.float16)),
     }
 
 
 def adamw_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -546,7 +549,7 @@ def adamw_bfloat16_decode(
     part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
     p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -554,7 +557,7 @@ def adamw_bfloat16_decode(
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -595,15 +598,15 @@ def adamw_bfloat16_encode(values):
     return {
         "p": b.flat(p_kept),
         "weight_low": b.flat((p_code + 128).to(torch.uint8)),
-        "exp_avg": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale.to(torch.float16)),
-        "exp_avg_sq": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale.to(torch.float16)),
     }
 
 
 def adamw_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -617,7 +620,7 @@ def adamw_float16_decode(
     part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
     p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -625,7 +628,7 @@ def adamw_float16_decode(
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -664,21 +667,21 @@ def adamw_float16_encode(values):
     return {
         "p": b.flat(p_kept),
         "weight_low": b.flat((p_code + 128).to(torch.uint8)),
-        "exp_avg": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale.to(torch.float16)),
-        "exp_avg_sq": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale.to(torch.float16)),
     }
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 32)
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -686,7 +689,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -694,7 +697,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -728,18 +731,18 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale.to(torch.float16)),
-        "exp_avg_sq": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale.to(torch.float16)),
-        "max_exp_avg_sq": b.flat((max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat((max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale.to(torch.float16)),
     }
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 32)
@@ -752,7 +755,7 @@ def adamw_bfloat16_amsgrad_decode(
     part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
     p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -760,7 +763,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -768,7 +771,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -815,18 +818,18 @@ def adamw_bfloat16_amsgrad_encode(values):
     return {
         "p": b.flat(p_kept),
         "weight_low": b.flat((p_code + 128).to(torch.uint8)),
-        "exp_avg": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale.to(torch.float16)),
-        "exp_avg_sq": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale.to(torch.float16)),
-        "max_exp_avg_sq": b.flat((max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat((max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale.to(torch.float16)),
     }
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 32)
@@ -839,7 +842,7 @@ def adamw_float16_amsgrad_decode(
     part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
     p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -847,7 +850,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -855,7 +858,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -900,10 +903,10 @@ def adamw_float16_amsgrad_encode(values):
     return {
         "p": b.flat(p_kept),
         "weight_low": b.flat((p_code + 128).to(torch.uint8)),
-        "exp_avg": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat(((2.0 * in_exp_avg_div / (1.0 + in_exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale.to(torch.float16)),
-        "exp_avg_sq": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat((exp_avg_sq_value / exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale.to(torch.float16)),
-        "max_exp_avg_sq": b.flat((max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat((max_exp_avg_sq_value / max_exp_avg_sq_scale * 255.0 + 0.5).floor().to(torch.int32).to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale.to(torch.float16)),
     }

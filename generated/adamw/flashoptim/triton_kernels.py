@@ -29,8 +29,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
     one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -38,11 +38,11 @@ def adamw_float32_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
@@ -64,12 +64,12 @@ def adamw_float32_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -85,9 +85,9 @@ def adamw_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -108,8 +108,8 @@ def adamw_float32(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
                 one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
     else:
@@ -119,17 +119,17 @@ def adamw_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
                     one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
@@ -141,8 +141,8 @@ def adamw_float32(
             live = few < count - start
             live_block = few_blocks * 32 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
                 one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
@@ -150,20 +150,21 @@ def adamw_float32(
 
 @triton.jit
 def adamw_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_scale_ptr, at, at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay,
+    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_code = counter(weight_low_code) - 8388736.0
@@ -207,12 +208,12 @@ def adamw_bfloat16_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -229,9 +230,9 @@ def adamw_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -252,9 +253,9 @@ def adamw_bfloat16(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_scale_ptr, where, block, live, live_block, one_over_127, one_minus_lr_times_weight_decay,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -264,9 +265,9 @@ def adamw_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -274,8 +275,8 @@ def adamw_bfloat16(
             for odd in tl.static_range(2):
                 adamw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                     one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
                 )
@@ -286,8 +287,8 @@ def adamw_bfloat16(
             live = few < count - start
             live_block = few_blocks * 32 < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
                 one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4,
                 scalar_5, scalar_6, scalar_7, True,
@@ -296,20 +297,21 @@ def adamw_bfloat16(
 
 @triton.jit
 def adamw_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_scale_ptr, at, at_block, live, live_block, one_over_127, one_minus_lr_times_weight_decay,
+    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_code = counter(weight_low_code) - 8388736.0
@@ -351,12 +353,12 @@ def adamw_float16_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -373,9 +375,9 @@ def adamw_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -396,9 +398,9 @@ def adamw_float16(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_scale_ptr, where, block, live, live_block, one_over_127, one_minus_lr_times_weight_decay,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -408,9 +410,9 @@ def adamw_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -418,8 +420,8 @@ def adamw_float16(
             for odd in tl.static_range(2):
                 adamw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                     one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
                 )
@@ -430,8 +432,8 @@ def adamw_float16(
             live = few < count - start
             live_block = few_blocks * 32 < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
                 one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4,
                 scalar_5, scalar_6, scalar_7, True,
@@ -440,29 +442,30 @@ def adamw_float16(
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, sqrt_one_over_255_times_one_over_255,
-    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
-    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block,
+    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+    one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
     max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
     max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
@@ -486,18 +489,18 @@ def adamw_float32_amsgrad_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -514,11 +517,11 @@ def adamw_float32_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float16, ALIGNED)  # float16 [blocks of 32]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -539,10 +542,10 @@ def adamw_float32_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, sqrt_one_over_255_times_one_over_255,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block,
+                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -551,20 +554,20 @@ def adamw_float32_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                     one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
@@ -576,39 +579,41 @@ def adamw_float32_amsgrad(
             live = few < count - start
             live_block = few_blocks * 32 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                beta1_times_one_over_127, one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7,
+                scalar_8, True,
             )
 
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, one_over_127,
-    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block,
+    one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
     max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
     max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_code = counter(weight_low_code) - 8388736.0
@@ -654,18 +659,18 @@ def adamw_bfloat16_amsgrad_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -683,11 +688,11 @@ def adamw_bfloat16_amsgrad(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.float16, ALIGNED)  # float16 [blocks of 32]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -708,10 +713,10 @@ def adamw_bfloat16_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, one_over_127,
-                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block,
+                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -721,11 +726,11 @@ def adamw_bfloat16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -733,12 +738,12 @@ def adamw_bfloat16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, one_over_127, sqrt_one_over_255_times_one_over_255,
-                    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5,
-                    scalar_6, scalar_7, scalar_8, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
+                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, one_over_127,
+                    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -747,9 +752,9 @@ def adamw_bfloat16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 32 < count - start
             adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
                 max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
                 sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                 one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
@@ -758,29 +763,30 @@ def adamw_bfloat16_amsgrad(
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, one_over_127,
-    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block,
+    one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale = exp_avg_scale.to(tl.float32)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(tl.float32)
     max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
     max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_code = counter(exp_avg_sq_code) - 8388608.0
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_code = counter(weight_low_code) - 8388736.0
@@ -824,18 +830,18 @@ def adamw_float16_amsgrad_tile(
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
-    put(exp_avg_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, tl.fma(max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -853,11 +859,11 @@ def adamw_float16_amsgrad(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.float16, ALIGNED)  # float16 [blocks of 32]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -878,10 +884,10 @@ def adamw_float16_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, one_over_127,
-                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block,
+                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
+                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -891,11 +897,11 @@ def adamw_float16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -903,12 +909,12 @@ def adamw_float16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, one_over_127, sqrt_one_over_255_times_one_over_255,
-                    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5,
-                    scalar_6, scalar_7, scalar_8, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
+                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, one_over_127,
+                    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -917,9 +923,9 @@ def adamw_float16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 32 < count - start
             adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
                 max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
                 sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                 one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,

@@ -78,13 +78,13 @@ struct adamw_float32_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];       // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];    // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -92,10 +92,10 @@ struct adamw_float32_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -162,10 +162,10 @@ struct adamw_float32_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -251,7 +251,7 @@ struct adamw_float32_vector {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -269,22 +269,22 @@ struct adamw_float32_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -371,14 +371,14 @@ struct adamw_bfloat16_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];       // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];    // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -386,10 +386,10 @@ struct adamw_bfloat16_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -457,10 +457,10 @@ struct adamw_bfloat16_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -541,7 +541,7 @@ struct adamw_bfloat16_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -562,7 +562,7 @@ struct adamw_bfloat16_vector {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -580,21 +580,21 @@ struct adamw_bfloat16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -699,14 +699,14 @@ struct adamw_float16_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];       // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];    // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -714,10 +714,10 @@ struct adamw_float16_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -785,10 +785,10 @@ struct adamw_float16_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -887,7 +887,7 @@ struct adamw_float16_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -908,7 +908,7 @@ struct adamw_float16_vector {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -926,21 +926,21 @@ struct adamw_float16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1006,15 +1006,15 @@ struct adamw_float32_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];        // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];    // 4-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1022,12 +1022,12 @@ struct adamw_float32_amsgrad_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1115,13 +1115,13 @@ struct adamw_float32_amsgrad_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1213,7 +1213,7 @@ struct adamw_float32_amsgrad_vector {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1239,8 +1239,8 @@ struct adamw_float32_amsgrad_vector {
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1258,24 +1258,24 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1367,16 +1367,16 @@ struct adamw_bfloat16_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];           // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];        // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[7];    // 4-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[7];  // 4-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1384,12 +1384,12 @@ struct adamw_bfloat16_amsgrad_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1478,13 +1478,13 @@ struct adamw_bfloat16_amsgrad_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1591,7 +1591,7 @@ struct adamw_bfloat16_amsgrad_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1617,8 +1617,8 @@ struct adamw_bfloat16_amsgrad_vector {
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1636,24 +1636,24 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1763,16 +1763,16 @@ struct adamw_float16_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];           // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];        // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[7];    // 4-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[7];  // 4-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1780,12 +1780,12 @@ struct adamw_float16_amsgrad_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1874,13 +1874,13 @@ struct adamw_float16_amsgrad_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -2005,7 +2005,7 @@ struct adamw_float16_amsgrad_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -2031,8 +2031,8 @@ struct adamw_float16_amsgrad_vector {
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -2050,24 +2050,24 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2266,7 +2266,7 @@ struct adamw_float32_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
@@ -2287,7 +2287,7 @@ struct adamw_float32_7 {
         float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];               // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[4];      // float32 [row]  read
         const float *__restrict exp_avg_sq_col_at = (const float *)at[5];      // float32 [col]  read
@@ -2305,8 +2305,8 @@ struct adamw_float32_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -2349,7 +2349,7 @@ struct adamw_float32_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
                 // means of rows and columns, f32
@@ -2389,19 +2389,19 @@ struct adamw_float32_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2653,7 +2653,7 @@ struct adamw_bfloat16_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg
+        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
         {6, -1, 4, COLUMN, true, false, NONE, 6},  // exp_avg_sq_col
@@ -2675,7 +2675,7 @@ struct adamw_bfloat16_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
         const float *__restrict exp_avg_sq_col_at = (const float *)at[6];       // float32 [col]  read
@@ -2693,8 +2693,8 @@ struct adamw_bfloat16_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -2738,7 +2738,7 @@ struct adamw_bfloat16_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
                 // means of rows and columns, f32
@@ -2783,19 +2783,19 @@ struct adamw_bfloat16_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2861,7 +2861,7 @@ struct adamw_float16_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg
+        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
         {6, -1, 4, COLUMN, true, false, NONE, 6},  // exp_avg_sq_col
@@ -2883,7 +2883,7 @@ struct adamw_float16_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
         const float *__restrict exp_avg_sq_col_at = (const float *)at[6];       // float32 [col]  read
@@ -2901,8 +2901,8 @@ struct adamw_float16_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -2946,7 +2946,7 @@ struct adamw_float16_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
                 // means of rows and columns, f32
@@ -3009,19 +3009,19 @@ struct adamw_float16_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -3281,7 +3281,7 @@ struct adamw_float32_amsgrad_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
@@ -3305,7 +3305,7 @@ struct adamw_float32_amsgrad_7 {
         float *__restrict p_at = (float *)at[0];                                 // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                   // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];             // 4-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];                 // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[4];        // float32 [row]  read
         const float *__restrict exp_avg_sq_col_at = (const float *)at[5];        // float32 [col]  read
@@ -3326,8 +3326,8 @@ struct adamw_float32_amsgrad_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -3370,7 +3370,7 @@ struct adamw_float32_amsgrad_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
                 // means of rows and columns, f32
@@ -3414,19 +3414,19 @@ struct adamw_float32_amsgrad_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -3753,7 +3753,7 @@ struct adamw_bfloat16_amsgrad_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg
+        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
         {6, -1, 4, COLUMN, true, false, NONE, 6},  // exp_avg_sq_col
@@ -3778,7 +3778,7 @@ struct adamw_bfloat16_amsgrad_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
         const float *__restrict exp_avg_sq_col_at = (const float *)at[6];       // float32 [col]  read
@@ -3800,8 +3800,8 @@ struct adamw_bfloat16_amsgrad_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -3845,7 +3845,7 @@ struct adamw_bfloat16_amsgrad_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
                 // means of rows and columns, f32
@@ -3894,19 +3894,19 @@ struct adamw_bfloat16_amsgrad_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -3986,7 +3986,7 @@ struct adamw_float16_amsgrad_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg
+        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
         {6, -1, 4, COLUMN, true, false, NONE, 6},  // exp_avg_sq_col
@@ -4011,7 +4011,7 @@ struct adamw_float16_amsgrad_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
         const float *__restrict exp_avg_sq_col_at = (const float *)at[6];       // float32 [col]  read
@@ -4033,8 +4033,8 @@ struct adamw_float16_amsgrad_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -4078,7 +4078,7 @@ struct adamw_float16_amsgrad_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
                 // means of rows and columns, f32
@@ -4145,19 +4145,19 @@ struct adamw_float16_amsgrad_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -4169,7 +4169,7 @@ struct adamw_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -4207,7 +4207,7 @@ struct adamw_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -4245,7 +4245,7 @@ struct adamw_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -4282,7 +4282,7 @@ struct adamw_float32_amsgrad {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -4332,7 +4332,7 @@ struct adamw_bfloat16_amsgrad {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -4382,7 +4382,7 @@ struct adamw_float16_amsgrad {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col

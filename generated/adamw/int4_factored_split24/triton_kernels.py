@@ -382,7 +382,7 @@ def adamw_float32_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
 
 @triton.jit
 def adamw_float32_7_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
     exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
     at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, index, beta1,
     beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
@@ -395,7 +395,7 @@ def adamw_float32_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
@@ -435,7 +435,7 @@ def adamw_float32_7_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -449,7 +449,7 @@ def adamw_float32_7(
     row = table + 30 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
@@ -481,7 +481,7 @@ def adamw_float32_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_ptr += matrix * columns + left
@@ -499,7 +499,7 @@ def adamw_float32_7(
     for tile in range(full):
         start = tile * ROWS
         adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -507,7 +507,7 @@ def adamw_float32_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -515,7 +515,7 @@ def adamw_float32_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -523,7 +523,7 @@ def adamw_float32_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -538,7 +538,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 64 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -551,7 +551,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 64 < width - 256)
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_float32_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -564,7 +564,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 64 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -577,7 +577,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 64 < width - 768)
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_float32_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -598,7 +598,7 @@ def adamw_float32_7_flat(
     row = table + 30 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
@@ -632,7 +632,7 @@ def adamw_float32_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float32_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
             exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block,
             at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
@@ -772,8 +772,8 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_float32_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -784,7 +784,7 @@ def adamw_float32_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -794,7 +794,7 @@ def adamw_float32_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -843,7 +843,7 @@ def adamw_float32_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -855,7 +855,7 @@ def adamw_float32_vector_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -873,9 +873,9 @@ def adamw_float32_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -904,8 +904,8 @@ def adamw_float32_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where,
+                block, live, live_block, at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
@@ -917,9 +917,9 @@ def adamw_float32_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -928,8 +928,8 @@ def adamw_float32_vector(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -942,11 +942,11 @@ def adamw_float32_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
 
@@ -1177,11 +1177,11 @@ def adamw_bfloat16_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1)
 
 @triton.jit
 def adamw_bfloat16_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-    exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
-    at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, index, beta1,
-    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
+    exp_avg_sq_least_2_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row,
+    live_col, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_0, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1191,7 +1191,7 @@ def adamw_bfloat16_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
@@ -1238,7 +1238,7 @@ def adamw_bfloat16_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1253,7 +1253,7 @@ def adamw_bfloat16_7(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
@@ -1286,7 +1286,7 @@ def adamw_bfloat16_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_ptr += matrix * columns + left
@@ -1305,7 +1305,7 @@ def adamw_bfloat16_7(
         start = tile * ROWS
         adamw_bfloat16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
+            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block,
             at_eight, at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, beta2,
@@ -1314,30 +1314,30 @@ def adamw_bfloat16_7(
         )
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -1348,7 +1348,7 @@ def adamw_bfloat16_7(
         live_eight = live_row & (eight * 8 < width)
         adamw_bfloat16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
+            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
@@ -1361,12 +1361,12 @@ def adamw_bfloat16_7(
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
@@ -1374,12 +1374,12 @@ def adamw_bfloat16_7(
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
@@ -1387,12 +1387,12 @@ def adamw_bfloat16_7(
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
 
 
@@ -1408,7 +1408,7 @@ def adamw_bfloat16_7_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
@@ -1442,11 +1442,11 @@ def adamw_bfloat16_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_bfloat16_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block,
-            at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
+            number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0,
+            scalar_3, scalar_4, step_key, stream_key, True,
         )
 
 
@@ -1585,10 +1585,10 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_bfloat16_vector_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1597,7 +1597,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1607,7 +1607,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1663,7 +1663,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -1675,7 +1675,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1694,9 +1694,9 @@ def adamw_bfloat16_vector(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -1725,8 +1725,8 @@ def adamw_bfloat16_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_vector_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, True,
             )
@@ -1740,9 +1740,9 @@ def adamw_bfloat16_vector(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1752,11 +1752,11 @@ def adamw_bfloat16_vector(
             for odd in tl.static_range(2):
                 adamw_bfloat16_vector_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, at_eight, at_eight, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
+                    at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1766,8 +1766,8 @@ def adamw_bfloat16_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_vector_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -1944,11 +1944,11 @@ def adamw_float16_2_flat(
 
 @triton.jit
 def adamw_float16_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-    exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
-    at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, index, beta1,
-    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
+    exp_avg_sq_least_2_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row,
+    live_col, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_0, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1958,7 +1958,7 @@ def adamw_float16_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
@@ -2021,7 +2021,7 @@ def adamw_float16_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2036,7 +2036,7 @@ def adamw_float16_7(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
@@ -2069,7 +2069,7 @@ def adamw_float16_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_ptr += matrix * columns + left
@@ -2088,7 +2088,7 @@ def adamw_float16_7(
         start = tile * ROWS
         adamw_float16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
+            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block,
             at_eight, at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, beta2,
@@ -2097,30 +2097,30 @@ def adamw_float16_7(
         )
         adamw_float16_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float16_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float16_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -2131,7 +2131,7 @@ def adamw_float16_7(
         live_eight = live_row & (eight * 8 < width)
         adamw_float16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
+            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
@@ -2144,12 +2144,12 @@ def adamw_float16_7(
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_float16_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
@@ -2157,12 +2157,12 @@ def adamw_float16_7(
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float16_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
@@ -2170,12 +2170,12 @@ def adamw_float16_7(
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_float16_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
 
 
@@ -2191,7 +2191,7 @@ def adamw_float16_7_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
@@ -2225,11 +2225,11 @@ def adamw_float16_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float16_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block,
-            at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
+            number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0,
+            scalar_3, scalar_4, step_key, stream_key, True,
         )
 
 
@@ -2363,10 +2363,10 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float16_vector_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2375,7 +2375,7 @@ def adamw_float16_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2385,7 +2385,7 @@ def adamw_float16_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2457,7 +2457,7 @@ def adamw_float16_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -2469,7 +2469,7 @@ def adamw_float16_vector_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -2488,9 +2488,9 @@ def adamw_float16_vector(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -2519,8 +2519,8 @@ def adamw_float16_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_vector_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, True,
             )
@@ -2534,9 +2534,9 @@ def adamw_float16_vector(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2546,11 +2546,11 @@ def adamw_float16_vector(
             for odd in tl.static_range(2):
                 adamw_float16_vector_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, at_eight, at_eight, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
+                    at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2560,8 +2560,8 @@ def adamw_float16_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_vector_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -3040,7 +3040,7 @@ def adamw_float32_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constexp
 
 @triton.jit
 def adamw_float32_amsgrad_7_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
     max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr,
     exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, at_block, at_eight, at_row,
     at_col, live, live_block, live_eight, live_row, live_col, index, beta1, beta2,
@@ -3054,7 +3054,7 @@ def adamw_float32_amsgrad_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
@@ -3101,7 +3101,7 @@ def adamw_float32_amsgrad_7_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3115,7 +3115,7 @@ def adamw_float32_amsgrad_7(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
@@ -3150,7 +3150,7 @@ def adamw_float32_amsgrad_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_ptr += matrix * columns + left
@@ -3171,7 +3171,7 @@ def adamw_float32_amsgrad_7(
     for tile in range(full):
         start = tile * ROWS
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
@@ -3180,7 +3180,7 @@ def adamw_float32_amsgrad_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
@@ -3189,7 +3189,7 @@ def adamw_float32_amsgrad_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
@@ -3198,7 +3198,7 @@ def adamw_float32_amsgrad_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
@@ -3214,7 +3214,7 @@ def adamw_float32_amsgrad_7(
         live_block = live_row & (block * 64 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
@@ -3228,7 +3228,7 @@ def adamw_float32_amsgrad_7(
         live_block = live_row & (block * 64 < width - 256)
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
@@ -3242,7 +3242,7 @@ def adamw_float32_amsgrad_7(
         live_block = live_row & (block * 64 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
@@ -3256,7 +3256,7 @@ def adamw_float32_amsgrad_7(
         live_block = live_row & (block * 64 < width - 768)
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
@@ -3278,7 +3278,7 @@ def adamw_float32_amsgrad_7_flat(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
@@ -3315,7 +3315,7 @@ def adamw_float32_amsgrad_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float32_amsgrad_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
             max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr,
             exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block, at_eight, at_row,
             at_col, live, live_block, live_eight, live, live, number, beta1, beta2, one_minus_lr_times_weight_decay,
@@ -3489,10 +3489,10 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_float32_amsgrad_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3501,7 +3501,7 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3511,7 +3511,7 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3521,7 +3521,7 @@ def adamw_float32_amsgrad_vector_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -3574,7 +3574,7 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -3586,7 +3586,7 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
@@ -3600,7 +3600,7 @@ def adamw_float32_amsgrad_vector_tile(
     max_exp_avg_sq_cells = (16.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -3618,11 +3618,11 @@ def adamw_float32_amsgrad_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -3651,10 +3651,10 @@ def adamw_float32_amsgrad_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3665,11 +3665,11 @@ def adamw_float32_amsgrad_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3678,10 +3678,10 @@ def adamw_float32_amsgrad_vector(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -3694,12 +3694,12 @@ def adamw_float32_amsgrad_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
 
@@ -4006,11 +4006,11 @@ def adamw_bfloat16_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constex
 
 @triton.jit
 def adamw_bfloat16_amsgrad_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-    max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr,
-    exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, at_block, at_eight, at_row,
-    at_col, live, live_block, live_eight, live_row, live_col, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
+    max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
+    at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, index, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -4021,7 +4021,7 @@ def adamw_bfloat16_amsgrad_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
@@ -4075,7 +4075,7 @@ def adamw_bfloat16_amsgrad_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4090,7 +4090,7 @@ def adamw_bfloat16_amsgrad_7(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
@@ -4126,7 +4126,7 @@ def adamw_bfloat16_amsgrad_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_ptr += matrix * columns + left
@@ -4148,7 +4148,7 @@ def adamw_bfloat16_amsgrad_7(
         start = tile * ROWS
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
+            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -4157,33 +4157,33 @@ def adamw_bfloat16_amsgrad_7(
         )
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -4194,7 +4194,7 @@ def adamw_bfloat16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width)
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
+            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -4208,13 +4208,13 @@ def adamw_bfloat16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
@@ -4222,13 +4222,13 @@ def adamw_bfloat16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
@@ -4236,13 +4236,13 @@ def adamw_bfloat16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
 
 
@@ -4258,7 +4258,7 @@ def adamw_bfloat16_amsgrad_7_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
@@ -4295,11 +4295,12 @@ def adamw_bfloat16_amsgrad_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_bfloat16_amsgrad_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr,
-            exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block, at_eight, at_row,
-            at_col, live, live_block, live_eight, live, live, number, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
+            max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
+            block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
         )
 
 
@@ -4454,10 +4455,11 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_vector_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight,
-    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4466,7 +4468,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -4476,7 +4478,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -4486,7 +4488,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -4546,7 +4548,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -4558,7 +4560,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
@@ -4572,7 +4574,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     max_exp_avg_sq_cells = (16.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -4591,11 +4593,11 @@ def adamw_bfloat16_amsgrad_vector(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -4624,10 +4626,10 @@ def adamw_bfloat16_amsgrad_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight,
-                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block,
+                at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -4639,11 +4641,11 @@ def adamw_bfloat16_amsgrad_vector(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -4653,9 +4655,10 @@ def adamw_bfloat16_amsgrad_vector(
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_vector_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -4668,9 +4671,9 @@ def adamw_bfloat16_amsgrad_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -4907,11 +4910,11 @@ def adamw_float16_amsgrad_2_flat(
 
 @triton.jit
 def adamw_float16_amsgrad_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-    max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr,
-    exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, at_block, at_eight, at_row,
-    at_col, live, live_block, live_eight, live_row, live_col, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
+    max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
+    at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, index, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -4922,7 +4925,7 @@ def adamw_float16_amsgrad_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
@@ -4992,7 +4995,7 @@ def adamw_float16_amsgrad_7_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul)), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5007,7 +5010,7 @@ def adamw_float16_amsgrad_7(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [columns]  read
@@ -5043,7 +5046,7 @@ def adamw_float16_amsgrad_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_ptr += matrix * columns + left
@@ -5065,7 +5068,7 @@ def adamw_float16_amsgrad_7(
         start = tile * ROWS
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
+            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -5074,33 +5077,33 @@ def adamw_float16_amsgrad_7(
         )
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at,
-            at_block, at_eight, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -5111,7 +5114,7 @@ def adamw_float16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width)
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
+            exp_avg_codes_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -5125,13 +5128,13 @@ def adamw_float16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
         live_col = lane < width - 512
         live = live_row & live_col
@@ -5139,13 +5142,13 @@ def adamw_float16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
         live_col = lane < width - 768
         live = live_row & live_col
@@ -5153,13 +5156,13 @@ def adamw_float16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
+            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
         )
 
 
@@ -5175,7 +5178,7 @@ def adamw_float16_amsgrad_7_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)          # float32 [columns]  read
@@ -5212,11 +5215,12 @@ def adamw_float16_amsgrad_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float16_amsgrad_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr,
-            exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block, at_eight, at_row,
-            at_col, live, live_block, live_eight, live, live, number, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
+            max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
+            block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
         )
 
 
@@ -5356,10 +5360,11 @@ def adamw_float16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_vector_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight,
-    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -5368,7 +5373,7 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_code = (exp_avg_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388616.0
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -5378,7 +5383,7 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -5388,7 +5393,7 @@ def adamw_float16_amsgrad_vector_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -5464,7 +5469,7 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -5476,7 +5481,7 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.09523809523809523
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.047619047619047616, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3080.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at_eight, packed((exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed((exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
@@ -5490,7 +5495,7 @@ def adamw_float16_amsgrad_vector_tile(
     max_exp_avg_sq_cells = (16.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -5509,11 +5514,11 @@ def adamw_float16_amsgrad_vector(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -5542,10 +5547,10 @@ def adamw_float16_amsgrad_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_amsgrad_vector_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight,
-                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block,
+                at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -5557,11 +5562,11 @@ def adamw_float16_amsgrad_vector(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -5571,9 +5576,10 @@ def adamw_float16_amsgrad_vector(
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_vector_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -5586,9 +5592,9 @@ def adamw_float16_amsgrad_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,

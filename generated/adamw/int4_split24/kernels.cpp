@@ -36,13 +36,13 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];       // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];    // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -50,10 +50,10 @@ struct adamw_float32 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -120,10 +120,10 @@ struct adamw_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -209,7 +209,7 @@ struct adamw_float32 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -227,22 +227,22 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -303,14 +303,14 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];       // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];    // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -318,10 +318,10 @@ struct adamw_bfloat16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -389,10 +389,10 @@ struct adamw_bfloat16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -473,7 +473,7 @@ struct adamw_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -494,7 +494,7 @@ struct adamw_bfloat16 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -512,21 +512,21 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -613,14 +613,14 @@ struct adamw_float16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];       // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];    // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -628,10 +628,10 @@ struct adamw_float16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -699,10 +699,10 @@ struct adamw_float16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -801,7 +801,7 @@ struct adamw_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -822,7 +822,7 @@ struct adamw_float16 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -840,21 +840,21 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -959,15 +959,15 @@ struct adamw_float32_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];        // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];    // 4-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -975,12 +975,12 @@ struct adamw_float32_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1068,13 +1068,13 @@ struct adamw_float32_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1166,7 +1166,7 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1192,8 +1192,8 @@ struct adamw_float32_amsgrad {
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1211,24 +1211,24 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1294,16 +1294,16 @@ struct adamw_bfloat16_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];           // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];        // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[7];    // 4-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[7];  // 4-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1311,12 +1311,12 @@ struct adamw_bfloat16_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1405,13 +1405,13 @@ struct adamw_bfloat16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1518,7 +1518,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1544,8 +1544,8 @@ struct adamw_bfloat16_amsgrad {
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1563,24 +1563,24 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1672,16 +1672,16 @@ struct adamw_float16_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];           // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];        // 4-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[7];    // 4-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 4-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[7];  // 4-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1689,12 +1689,12 @@ struct adamw_float16_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1783,13 +1783,13 @@ struct adamw_float16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_code_2 = as_float(exp_avg_piece | 0x4b000000) - 8388616.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step_2);
                 // 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1914,7 +1914,7 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1940,8 +1940,8 @@ struct adamw_float16_amsgrad {
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1959,24 +1959,24 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.0476190485060215f, abs(exp_avg_value), exp_avg_divisor_mul), 3080.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 

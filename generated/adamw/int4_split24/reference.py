@@ -24,9 +24,10 @@ from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient,
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -43,7 +44,7 @@ def adamw_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -56,7 +57,7 @@ def adamw_float32(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
@@ -118,9 +119,9 @@ def adamw_float32(
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern + (noise & 4095) >> 12 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -158,10 +159,10 @@ def adamw_float32_small(
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -182,7 +183,7 @@ def adamw_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -195,7 +196,7 @@ def adamw_bfloat16(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
@@ -260,9 +261,9 @@ def adamw_bfloat16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -315,10 +316,10 @@ def adamw_bfloat16_small(
 
 
 def adamw_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -345,7 +346,7 @@ def adamw_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -358,7 +359,7 @@ def adamw_float16(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
@@ -433,9 +434,9 @@ def adamw_float16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -504,10 +505,10 @@ def adamw_float16_small(
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -524,7 +525,7 @@ def adamw_float32_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -537,7 +538,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
@@ -551,7 +552,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_piece * max_exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -626,11 +627,11 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern + (noise & 4095) >> 12 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
 
 
@@ -673,10 +674,11 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
+    max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -697,7 +699,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -710,7 +712,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
@@ -724,7 +726,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_piece * max_exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -802,11 +804,11 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
 
 
@@ -864,10 +866,11 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
+    max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -894,7 +897,7 @@ def adamw_float16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -907,7 +910,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
@@ -921,7 +924,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_piece * max_exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1009,11 +1012,11 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
 
 
@@ -1087,7 +1090,7 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1099,7 +1102,7 @@ def adamw_float32_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1108,7 +1111,7 @@ def adamw_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -1156,9 +1159,9 @@ def adamw_float32_encode(values):
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -1190,7 +1193,7 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1207,7 +1210,7 @@ def adamw_bfloat16_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1216,7 +1219,7 @@ def adamw_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -1267,9 +1270,9 @@ def adamw_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -1308,7 +1311,7 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1331,7 +1334,7 @@ def adamw_float16_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1340,7 +1343,7 @@ def adamw_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -1401,9 +1404,9 @@ def adamw_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -1458,8 +1461,8 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_range_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1471,7 +1474,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1480,7 +1483,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -1495,7 +1498,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_piece * max_exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1554,11 +1557,11 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_range": b.flat_per_block(max_exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -1594,8 +1597,8 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1611,7 +1614,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1620,7 +1623,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -1635,7 +1638,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_piece * max_exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1697,11 +1700,11 @@ def adamw_bfloat16_amsgrad_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_range": b.flat_per_block(max_exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -1746,8 +1749,8 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1769,7 +1772,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1778,7 +1781,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 8.0
@@ -1793,7 +1796,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle + max_exp_avg_sq_piece * max_exp_avg_sq_step).view(torch.float32)
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1865,11 +1868,11 @@ def adamw_float16_amsgrad_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact.round().to(torch.int32) + 8 & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_range": b.flat_per_block(max_exp_avg_sq_header.to(torch.int16)),
     }
 

@@ -78,15 +78,15 @@ struct adamw_float32_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                        // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];     // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];  // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];      // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];   // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -94,13 +94,13 @@ struct adamw_float32_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -169,12 +169,12 @@ struct adamw_float32_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
@@ -241,7 +241,7 @@ struct adamw_float32_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -264,7 +264,7 @@ struct adamw_float32_vector {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -283,7 +283,7 @@ struct adamw_float32_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -293,18 +293,18 @@ struct adamw_float32_vector {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -392,16 +392,16 @@ struct adamw_bfloat16_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];     // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];  // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];      // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];   // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -409,13 +409,13 @@ struct adamw_bfloat16_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -484,12 +484,12 @@ struct adamw_bfloat16_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
@@ -572,7 +572,7 @@ struct adamw_bfloat16_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -595,7 +595,7 @@ struct adamw_bfloat16_vector {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -614,7 +614,7 @@ struct adamw_bfloat16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -624,18 +624,18 @@ struct adamw_bfloat16_vector {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -741,16 +741,16 @@ struct adamw_float16_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];     // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];  // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];      // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];   // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -758,13 +758,13 @@ struct adamw_float16_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -833,12 +833,12 @@ struct adamw_float16_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
@@ -939,7 +939,7 @@ struct adamw_float16_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -962,7 +962,7 @@ struct adamw_float16_vector {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -981,7 +981,7 @@ struct adamw_float16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -991,18 +991,18 @@ struct adamw_float16_vector {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1069,18 +1069,18 @@ struct adamw_float32_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];              // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];         // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];            // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];           // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];      // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[8];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[9];  // 1-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[10];    // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];          // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];       // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[8];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[9];   // 1-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[10];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1088,17 +1088,17 @@ struct adamw_float32_amsgrad_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1188,17 +1188,17 @@ struct adamw_float32_amsgrad_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
@@ -1291,9 +1291,9 @@ struct adamw_float32_amsgrad_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1322,9 +1322,9 @@ struct adamw_float32_amsgrad_vector {
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1344,7 +1344,7 @@ struct adamw_float32_amsgrad_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1354,22 +1354,22 @@ struct adamw_float32_amsgrad_vector {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1466,13 +1466,13 @@ struct adamw_bfloat16_amsgrad_vector {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];               // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];          // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];            // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];      // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];       // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[9];        // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[9];  // 4-bit codes [n]  read and written
         uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[10];  // 1-bit codes [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[11];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
@@ -1482,17 +1482,17 @@ struct adamw_bfloat16_amsgrad_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1582,17 +1582,17 @@ struct adamw_bfloat16_amsgrad_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
@@ -1681,7 +1681,7 @@ struct adamw_bfloat16_amsgrad_vector {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1703,7 +1703,7 @@ struct adamw_bfloat16_amsgrad_vector {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1732,9 +1732,9 @@ struct adamw_bfloat16_amsgrad_vector {
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1754,7 +1754,7 @@ struct adamw_bfloat16_amsgrad_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1764,22 +1764,22 @@ struct adamw_bfloat16_amsgrad_vector {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1894,13 +1894,13 @@ struct adamw_float16_amsgrad_vector {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];               // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];          // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];            // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];      // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];       // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[9];        // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[9];  // 4-bit codes [n]  read and written
         uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[10];  // 1-bit codes [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[11];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
@@ -1910,17 +1910,17 @@ struct adamw_float16_amsgrad_vector {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -2010,17 +2010,17 @@ struct adamw_float16_amsgrad_vector {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
@@ -2109,7 +2109,7 @@ struct adamw_float16_amsgrad_vector {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2149,7 +2149,7 @@ struct adamw_float16_amsgrad_vector {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -2178,9 +2178,9 @@ struct adamw_float16_amsgrad_vector {
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2200,7 +2200,7 @@ struct adamw_float16_amsgrad_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2210,22 +2210,22 @@ struct adamw_float16_amsgrad_vector {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -2425,7 +2425,7 @@ struct adamw_float32_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 1, EIGHTH, true, true, NONE, 3},  // exp_avg_high
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
@@ -2447,7 +2447,7 @@ struct adamw_float32_7 {
         float *__restrict p_at = (float *)at[0];                                // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];            // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];             // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
@@ -2466,9 +2466,9 @@ struct adamw_float32_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -2513,7 +2513,7 @@ struct adamw_float32_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
@@ -2554,7 +2554,7 @@ struct adamw_float32_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2564,14 +2564,14 @@ struct adamw_float32_7 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + lshr(noise, 20) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
     }
 };
@@ -2824,7 +2824,7 @@ struct adamw_bfloat16_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg
+        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 1, EIGHTH, true, true, NONE, 4},  // exp_avg_high
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_scale
         {6, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row
@@ -2847,7 +2847,7 @@ struct adamw_bfloat16_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];             // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[6];       // float32 [row]  read
@@ -2866,9 +2866,9 @@ struct adamw_bfloat16_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -2913,7 +2913,7 @@ struct adamw_bfloat16_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
@@ -2960,7 +2960,7 @@ struct adamw_bfloat16_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2970,14 +2970,14 @@ struct adamw_bfloat16_7 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + lshr(noise, 20) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
     }
 };
@@ -3044,7 +3044,7 @@ struct adamw_float16_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg
+        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 1, EIGHTH, true, true, NONE, 4},  // exp_avg_high
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_scale
         {6, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row
@@ -3067,7 +3067,7 @@ struct adamw_float16_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];             // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[6];       // float32 [row]  read
@@ -3086,9 +3086,9 @@ struct adamw_float16_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -3133,7 +3133,7 @@ struct adamw_float16_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
@@ -3198,7 +3198,7 @@ struct adamw_float16_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3208,14 +3208,14 @@ struct adamw_float16_7 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + lshr(noise, 20) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
     }
 };
@@ -3476,7 +3476,7 @@ struct adamw_float32_amsgrad_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 1, EIGHTH, true, true, NONE, 3},  // exp_avg_high
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
@@ -3501,7 +3501,7 @@ struct adamw_float32_amsgrad_7 {
         float *__restrict p_at = (float *)at[0];                                // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];            // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];             // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];       // float32 [row]  read
@@ -3524,9 +3524,9 @@ struct adamw_float32_amsgrad_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -3571,7 +3571,7 @@ struct adamw_float32_amsgrad_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
@@ -3616,7 +3616,7 @@ struct adamw_float32_amsgrad_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3626,14 +3626,14 @@ struct adamw_float32_amsgrad_7 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + lshr(noise, 20) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
     }
 };
@@ -3961,7 +3961,7 @@ struct adamw_bfloat16_amsgrad_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg
+        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 1, EIGHTH, true, true, NONE, 4},  // exp_avg_high
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_scale
         {6, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row
@@ -3987,7 +3987,7 @@ struct adamw_bfloat16_amsgrad_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];             // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[6];       // float32 [row]  read
@@ -4010,9 +4010,9 @@ struct adamw_bfloat16_amsgrad_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -4057,7 +4057,7 @@ struct adamw_bfloat16_amsgrad_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
@@ -4108,7 +4108,7 @@ struct adamw_bfloat16_amsgrad_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -4118,14 +4118,14 @@ struct adamw_bfloat16_amsgrad_7 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + lshr(noise, 20) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
     }
 };
@@ -4206,7 +4206,7 @@ struct adamw_float16_amsgrad_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg
+        {3, -1, 4, EIGHTH, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 1, EIGHTH, true, true, NONE, 4},  // exp_avg_high
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_scale
         {6, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row
@@ -4232,7 +4232,7 @@ struct adamw_float16_amsgrad_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                   // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];                  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];            // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];             // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];                // int16 [blocks of 64]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[6];       // float32 [row]  read
@@ -4255,9 +4255,9 @@ struct adamw_float16_amsgrad_7 {
         const F scalar_0(known.scalars[1]);
         const F scalar_3(known.scalars[5]);
         const F scalar_4(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -4302,7 +4302,7 @@ struct adamw_float16_amsgrad_7 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
@@ -4371,7 +4371,7 @@ struct adamw_float16_amsgrad_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -4381,14 +4381,14 @@ struct adamw_float16_amsgrad_7 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + lshr(noise, 20) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
     }
 };
@@ -4401,7 +4401,7 @@ struct adamw_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {1, EIGHTH},  // exp_avg_high
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -4440,7 +4440,7 @@ struct adamw_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {1, EIGHTH},  // exp_avg_high
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -4479,7 +4479,7 @@ struct adamw_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {1, EIGHTH},  // exp_avg_high
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -4517,7 +4517,7 @@ struct adamw_float32_amsgrad {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {1, EIGHTH},  // exp_avg_high
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -4568,7 +4568,7 @@ struct adamw_bfloat16_amsgrad {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {1, EIGHTH},  // exp_avg_high
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
@@ -4619,7 +4619,7 @@ struct adamw_float16_amsgrad {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {1, EIGHTH},  // exp_avg_high
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row

@@ -23,10 +23,10 @@ from optgen.runtime.eager import Blocks, block_max, block_min, few_sum, larger, 
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay,
-    one_minus_beta1, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps,
+    one_minus_lr_times_weight_decay, one_minus_beta1, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -99,7 +99,7 @@ def adamw_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -146,7 +146,7 @@ def adamw_float32(
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 20 & 0xfff) >> 12
     exp_avg_piece = exp_avg_pattern_shr >> 4
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
 
@@ -197,8 +197,8 @@ def adamw_float32_small(
 
 
 def adamw_float32_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -217,7 +217,7 @@ def adamw_float32_vector(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -232,7 +232,7 @@ def adamw_float32_vector(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -299,16 +299,16 @@ def adamw_float32_vector(
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
     exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps,
     one_minus_lr_times_weight_decay, one_minus_beta1, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -388,7 +388,7 @@ def adamw_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -438,7 +438,7 @@ def adamw_bfloat16(
     exp_avg_piece = exp_avg_pattern_shr >> 4
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
 
@@ -504,8 +504,8 @@ def adamw_bfloat16_small(
 
 
 def adamw_bfloat16_vector(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -528,7 +528,7 @@ def adamw_bfloat16_vector(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -543,7 +543,7 @@ def adamw_bfloat16_vector(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -613,16 +613,16 @@ def adamw_bfloat16_vector(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
 def adamw_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
     exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps,
     one_minus_lr_times_weight_decay, one_minus_beta1, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -708,7 +708,7 @@ def adamw_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -768,7 +768,7 @@ def adamw_float16(
     exp_avg_piece = exp_avg_pattern_shr >> 4
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
 
@@ -850,8 +850,8 @@ def adamw_float16_small(
 
 
 def adamw_float16_vector(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -880,7 +880,7 @@ def adamw_float16_vector(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -895,7 +895,7 @@ def adamw_float16_vector(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -975,18 +975,18 @@ def adamw_float16_vector(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor, beta2, grad_scale,
-    one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
+    beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
     sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -1085,7 +1085,7 @@ def adamw_float32_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1140,7 +1140,7 @@ def adamw_float32_amsgrad(
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 20 & 0xfff) >> 12
     exp_avg_piece = exp_avg_pattern_shr >> 4
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
 
@@ -1200,11 +1200,11 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_float32_amsgrad_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_high_tensor,
-    max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
+    max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -1221,7 +1221,7 @@ def adamw_float32_amsgrad_vector(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1236,7 +1236,7 @@ def adamw_float32_amsgrad_vector(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -1252,7 +1252,7 @@ def adamw_float32_amsgrad_vector(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -1334,19 +1334,19 @@ def adamw_float32_amsgrad_vector(
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(max_exp_avg_sq_high_tensor, (max_exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
     exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
     beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
     sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -1451,7 +1451,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1509,7 +1509,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_piece = exp_avg_pattern_shr >> 4
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
 
@@ -1584,8 +1584,8 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad_vector(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -1609,7 +1609,7 @@ def adamw_bfloat16_amsgrad_vector(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1624,7 +1624,7 @@ def adamw_bfloat16_amsgrad_vector(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -1640,7 +1640,7 @@ def adamw_bfloat16_amsgrad_vector(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -1725,19 +1725,19 @@ def adamw_bfloat16_amsgrad_vector(
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(max_exp_avg_sq_high_tensor, (max_exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
     exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
     beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
     sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -1848,7 +1848,7 @@ def adamw_float16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1916,7 +1916,7 @@ def adamw_float16_amsgrad(
     exp_avg_piece = exp_avg_pattern_shr >> 4
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
 
@@ -2007,8 +2007,8 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float16_amsgrad_vector(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -2038,7 +2038,7 @@ def adamw_float16_amsgrad_vector(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -2053,7 +2053,7 @@ def adamw_float16_amsgrad_vector(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -2069,7 +2069,7 @@ def adamw_float16_amsgrad_vector(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -2164,19 +2164,19 @@ def adamw_float16_amsgrad_vector(
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(max_exp_avg_sq_high_tensor, (max_exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
     exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2193,7 +2193,7 @@ def adamw_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -2253,7 +2253,7 @@ def adamw_float32_encode(values):
         "p": p_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
     }
@@ -2286,7 +2286,7 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_float32_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2299,7 +2299,7 @@ def adamw_float32_vector_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -2310,7 +2310,7 @@ def adamw_float32_vector_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -2363,17 +2363,17 @@ def adamw_float32_vector_encode(values):
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
 
 def adamw_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
     exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2394,7 +2394,7 @@ def adamw_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -2458,7 +2458,7 @@ def adamw_bfloat16_encode(values):
         "weight_low": weight_low_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
     }
@@ -2498,8 +2498,8 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_bfloat16_vector_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2515,7 +2515,7 @@ def adamw_bfloat16_vector_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -2526,7 +2526,7 @@ def adamw_bfloat16_vector_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -2582,17 +2582,17 @@ def adamw_bfloat16_vector_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
 
 def adamw_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
     exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2619,7 +2619,7 @@ def adamw_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -2693,7 +2693,7 @@ def adamw_float16_encode(values):
         "weight_low": weight_low_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
     }
@@ -2749,8 +2749,8 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float16_vector_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2772,7 +2772,7 @@ def adamw_float16_vector_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -2783,7 +2783,7 @@ def adamw_float16_vector_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -2849,17 +2849,17 @@ def adamw_float16_vector_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
     exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2879,7 +2879,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -2963,7 +2963,7 @@ def adamw_float32_amsgrad_encode(values):
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
     }
@@ -3000,8 +3000,8 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_float32_amsgrad_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_high_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_high_tensor,
     max_exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -3014,7 +3014,7 @@ def adamw_float32_amsgrad_vector_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -3025,7 +3025,7 @@ def adamw_float32_amsgrad_vector_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -3042,7 +3042,7 @@ def adamw_float32_amsgrad_vector_decode(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -3108,20 +3108,20 @@ def adamw_float32_amsgrad_vector_encode(values):
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_high": b.flat_codes((max_exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "max_exp_avg_sq_range": b.flat_per_block(max_exp_avg_sq_header.to(torch.int16)),
     }
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
     exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -3145,7 +3145,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -3233,7 +3233,7 @@ def adamw_bfloat16_amsgrad_encode(values):
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
     }
@@ -3279,8 +3279,8 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_vector_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -3297,7 +3297,7 @@ def adamw_bfloat16_amsgrad_vector_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -3308,7 +3308,7 @@ def adamw_bfloat16_amsgrad_vector_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -3325,7 +3325,7 @@ def adamw_bfloat16_amsgrad_vector_decode(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -3394,20 +3394,20 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_high": b.flat_codes((max_exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "max_exp_avg_sq_range": b.flat_per_block(max_exp_avg_sq_header.to(torch.int16)),
     }
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
     exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -3437,7 +3437,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -3535,7 +3535,7 @@ def adamw_float16_amsgrad_encode(values):
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
     }
@@ -3597,8 +3597,8 @@ def adamw_float16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_vector_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -3621,7 +3621,7 @@ def adamw_float16_amsgrad_vector_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -3632,7 +3632,7 @@ def adamw_float16_amsgrad_vector_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -3649,7 +3649,7 @@ def adamw_float16_amsgrad_vector_decode(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -3728,13 +3728,13 @@ def adamw_float16_amsgrad_vector_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_high": b.flat_codes((max_exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "max_exp_avg_sq_range": b.flat_per_block(max_exp_avg_sq_header.to(torch.int16)),
     }

@@ -382,11 +382,11 @@ def adamw_float32_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
 
 @triton.jit
 def adamw_float32_7_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-    exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
-    at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, index, beta1,
-    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
+    exp_avg_sq_least_2_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row,
+    live_col, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_0, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -395,7 +395,7 @@ def adamw_float32_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -438,7 +438,7 @@ def adamw_float32_7_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_pattern_shr = exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
 
@@ -454,7 +454,7 @@ def adamw_float32_7(
     row = table + 31 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
@@ -487,7 +487,7 @@ def adamw_float32_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_high_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
@@ -506,7 +506,7 @@ def adamw_float32_7(
     for tile in range(full):
         start = tile * ROWS
         adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block,
@@ -515,7 +515,7 @@ def adamw_float32_7(
             step_key, stream_key, False,
         )
         adamw_float32_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
             exp_avg_high_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
@@ -524,7 +524,7 @@ def adamw_float32_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_high_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
@@ -533,7 +533,7 @@ def adamw_float32_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
             exp_avg_high_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
@@ -549,7 +549,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 64 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
             exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
@@ -562,7 +562,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 64 < width - 256)
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_float32_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
             exp_avg_high_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256, exp_avg_sq_least_2_ptr + start, at,
@@ -575,7 +575,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 64 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_high_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512, exp_avg_sq_least_2_ptr + start, at,
@@ -588,7 +588,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 64 < width - 768)
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_float32_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
             exp_avg_high_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768, exp_avg_sq_least_2_ptr + start, at,
@@ -609,7 +609,7 @@ def adamw_float32_7_flat(
     row = table + 31 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, False)              # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
@@ -644,11 +644,11 @@ def adamw_float32_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float32_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block,
-            at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, True,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
+            number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0,
+            scalar_3, scalar_4, step_key, stream_key, True,
         )
 
 
@@ -784,10 +784,10 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_float32_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-    exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
+    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -796,7 +796,7 @@ def adamw_float32_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -808,7 +808,7 @@ def adamw_float32_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -859,7 +859,7 @@ def adamw_float32_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -872,7 +872,7 @@ def adamw_float32_vector_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -894,10 +894,10 @@ def adamw_float32_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
@@ -927,10 +927,10 @@ def adamw_float32_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -941,10 +941,10 @@ def adamw_float32_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -954,9 +954,9 @@ def adamw_float32_vector(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -969,8 +969,8 @@ def adamw_float32_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks,
                 live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -1205,7 +1205,7 @@ def adamw_bfloat16_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1)
 
 @triton.jit
 def adamw_bfloat16_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
     exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
     exp_avg_sq_least_2_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row,
     live_col, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
@@ -1219,7 +1219,7 @@ def adamw_bfloat16_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -1269,7 +1269,7 @@ def adamw_bfloat16_7_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul)), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
 
@@ -1286,7 +1286,7 @@ def adamw_bfloat16_7(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [rows]  read
@@ -1320,7 +1320,7 @@ def adamw_bfloat16_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_high_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
@@ -1340,16 +1340,16 @@ def adamw_bfloat16_7(
         start = tile * ROWS
         adamw_bfloat16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block,
-            at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            exp_avg_codes_ptr + start * eights, exp_avg_high_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -1358,7 +1358,7 @@ def adamw_bfloat16_7(
         )
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -1367,7 +1367,7 @@ def adamw_bfloat16_7(
         )
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -1383,12 +1383,13 @@ def adamw_bfloat16_7(
         live_eight = live_row & (eight * 8 < width)
         adamw_bfloat16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block,
-            at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights, exp_avg_high_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
@@ -1396,7 +1397,7 @@ def adamw_bfloat16_7(
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -1410,7 +1411,7 @@ def adamw_bfloat16_7(
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -1424,7 +1425,7 @@ def adamw_bfloat16_7(
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_bfloat16_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -1446,7 +1447,7 @@ def adamw_bfloat16_7_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, False)              # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)          # float32 [rows]  read
@@ -1481,7 +1482,7 @@ def adamw_bfloat16_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_bfloat16_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
             number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0,
@@ -1624,10 +1625,11 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_bfloat16_vector_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1636,7 +1638,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -1648,7 +1650,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -1706,7 +1708,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -1719,7 +1721,7 @@ def adamw_bfloat16_vector_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -1742,10 +1744,10 @@ def adamw_bfloat16_vector(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
@@ -1775,10 +1777,10 @@ def adamw_bfloat16_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_vector_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block,
+                at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1790,10 +1792,10 @@ def adamw_bfloat16_vector(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1804,8 +1806,8 @@ def adamw_bfloat16_vector(
             for odd in tl.static_range(2):
                 adamw_bfloat16_vector_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -1819,9 +1821,9 @@ def adamw_bfloat16_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_vector_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -1998,7 +2000,7 @@ def adamw_float16_2_flat(
 
 @triton.jit
 def adamw_float16_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
     exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
     exp_avg_sq_least_2_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row,
     live_col, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
@@ -2012,7 +2014,7 @@ def adamw_float16_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -2078,7 +2080,7 @@ def adamw_float16_7_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul)), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
 
@@ -2095,7 +2097,7 @@ def adamw_float16_7(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [rows]  read
@@ -2129,7 +2131,7 @@ def adamw_float16_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_high_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
@@ -2149,16 +2151,16 @@ def adamw_float16_7(
         start = tile * ROWS
         adamw_float16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block,
-            at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            exp_avg_codes_ptr + start * eights, exp_avg_high_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float16_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -2167,7 +2169,7 @@ def adamw_float16_7(
         )
         adamw_float16_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -2176,7 +2178,7 @@ def adamw_float16_7(
         )
         adamw_float16_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
@@ -2192,12 +2194,13 @@ def adamw_float16_7(
         live_eight = live_row & (eight * 8 < width)
         adamw_float16_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
-            exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block,
-            at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col,
-            before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+            exp_avg_codes_ptr + start * eights, exp_avg_high_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
         )
         live_col = lane < width - 256
         live = live_row & live_col
@@ -2205,7 +2208,7 @@ def adamw_float16_7(
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_float16_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -2219,7 +2222,7 @@ def adamw_float16_7(
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float16_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -2233,7 +2236,7 @@ def adamw_float16_7(
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_float16_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
             exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
@@ -2255,7 +2258,7 @@ def adamw_float16_7_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, False)              # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)          # float32 [rows]  read
@@ -2290,7 +2293,7 @@ def adamw_float16_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float16_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr,
             exp_avg_sq_least_2_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
             number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0,
@@ -2428,10 +2431,11 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float16_vector_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2440,7 +2444,7 @@ def adamw_float16_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -2452,7 +2456,7 @@ def adamw_float16_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -2526,7 +2530,7 @@ def adamw_float16_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -2539,7 +2543,7 @@ def adamw_float16_vector_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -2562,10 +2566,10 @@ def adamw_float16_vector(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
@@ -2595,10 +2599,10 @@ def adamw_float16_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_vector_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block,
+                at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2610,10 +2614,10 @@ def adamw_float16_vector(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -2624,8 +2628,8 @@ def adamw_float16_vector(
             for odd in tl.static_range(2):
                 adamw_float16_vector_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -2639,9 +2643,9 @@ def adamw_float16_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_vector_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -3120,11 +3124,11 @@ def adamw_float32_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constexp
 
 @triton.jit
 def adamw_float32_amsgrad_7_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-    max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr,
-    exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, at_block, at_eight, at_row,
-    at_col, live, live_block, live_eight, live_row, live_col, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
+    max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
+    at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, index, beta1,
+    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -3134,7 +3138,7 @@ def adamw_float32_amsgrad_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -3184,7 +3188,7 @@ def adamw_float32_amsgrad_7_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_pattern_shr = exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
 
@@ -3200,7 +3204,7 @@ def adamw_float32_amsgrad_7(
     row = table + 44 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
@@ -3236,7 +3240,7 @@ def adamw_float32_amsgrad_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_high_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
@@ -3258,7 +3262,7 @@ def adamw_float32_amsgrad_7(
     for tile in range(full):
         start = tile * ROWS
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
@@ -3267,7 +3271,7 @@ def adamw_float32_amsgrad_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
             exp_avg_high_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
@@ -3277,7 +3281,7 @@ def adamw_float32_amsgrad_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_high_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
@@ -3287,7 +3291,7 @@ def adamw_float32_amsgrad_7(
             one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
             exp_avg_high_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
@@ -3304,7 +3308,7 @@ def adamw_float32_amsgrad_7(
         live_block = live_row & (block * 64 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
@@ -3318,7 +3322,7 @@ def adamw_float32_amsgrad_7(
         live_block = live_row & (block * 64 < width - 256)
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_ptr + start * eights + 32,
+            p_ptr + start * columns + 256, g_ptr + start * columns + 256, exp_avg_codes_ptr + start * eights + 32,
             exp_avg_high_ptr + start * eights + 32, exp_avg_scale_ptr + start * blocks + 4,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
@@ -3332,7 +3336,7 @@ def adamw_float32_amsgrad_7(
         live_block = live_row & (block * 64 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_high_ptr + start * eights + 64, exp_avg_scale_ptr + start * blocks + 8,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
@@ -3346,7 +3350,7 @@ def adamw_float32_amsgrad_7(
         live_block = live_row & (block * 64 < width - 768)
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_float32_amsgrad_7_tile(
-            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_ptr + start * eights + 96,
+            p_ptr + start * columns + 768, g_ptr + start * columns + 768, exp_avg_codes_ptr + start * eights + 96,
             exp_avg_high_ptr + start * eights + 96, exp_avg_scale_ptr + start * blocks + 12,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start,
@@ -3368,7 +3372,7 @@ def adamw_float32_amsgrad_7_flat(
     row = table + 44 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, False)              # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
@@ -3406,11 +3410,12 @@ def adamw_float32_amsgrad_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float32_amsgrad_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
-            max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, max_exp_avg_sq_least_ptr,
-            exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at, block, at_eight, at_row,
-            at_col, live, live_block, live_eight, live, live, number, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, True,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
+            max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
+            block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
+            step_key, stream_key, True,
         )
 
 
@@ -3580,11 +3585,11 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_float32_amsgrad_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-    exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_high_ptr,
+    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3593,7 +3598,7 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -3605,7 +3610,7 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -3617,7 +3622,7 @@ def adamw_float32_amsgrad_vector_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 4
@@ -3672,7 +3677,7 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -3685,7 +3690,7 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -3703,7 +3708,7 @@ def adamw_float32_amsgrad_vector_tile(
     max_exp_avg_sq_cells = (32.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_code = (max_exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
@@ -3724,13 +3729,13 @@ def adamw_float32_amsgrad_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 8, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 8, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 9, tl.uint8, ALIGNED)     # 1-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 10, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 11)
@@ -3760,10 +3765,11 @@ def adamw_float32_amsgrad_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-                exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, where,
-                block, live, live_block, at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_high_ptr,
+                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3774,13 +3780,13 @@ def adamw_float32_amsgrad_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -3790,11 +3796,12 @@ def adamw_float32_amsgrad_vector(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -3807,10 +3814,10 @@ def adamw_float32_amsgrad_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
+                max_exp_avg_sq_codes_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -4120,7 +4127,7 @@ def adamw_bfloat16_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constex
 
 @triton.jit
 def adamw_bfloat16_amsgrad_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
     exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
     max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
     at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, index, beta1,
@@ -4135,7 +4142,7 @@ def adamw_bfloat16_amsgrad_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -4192,7 +4199,7 @@ def adamw_bfloat16_amsgrad_7_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul)), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
 
@@ -4209,7 +4216,7 @@ def adamw_bfloat16_amsgrad_7(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [rows]  read
@@ -4246,7 +4253,7 @@ def adamw_bfloat16_amsgrad_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_high_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
@@ -4269,17 +4276,17 @@ def adamw_bfloat16_amsgrad_7(
         start = tile * ROWS
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block,
-            at_eight, at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights, exp_avg_high_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
@@ -4289,7 +4296,7 @@ def adamw_bfloat16_amsgrad_7(
         )
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
@@ -4299,7 +4306,7 @@ def adamw_bfloat16_amsgrad_7(
         )
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
@@ -4316,11 +4323,12 @@ def adamw_bfloat16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width)
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * eights, exp_avg_high_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
@@ -4330,7 +4338,7 @@ def adamw_bfloat16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
@@ -4345,7 +4353,7 @@ def adamw_bfloat16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
@@ -4360,7 +4368,7 @@ def adamw_bfloat16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_bfloat16_amsgrad_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
@@ -4383,7 +4391,7 @@ def adamw_bfloat16_amsgrad_7_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, False)              # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)          # float32 [rows]  read
@@ -4421,7 +4429,7 @@ def adamw_bfloat16_amsgrad_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_bfloat16_amsgrad_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
             max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
             block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
@@ -4581,11 +4589,11 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_vector_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+    max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4594,7 +4602,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -4606,7 +4614,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -4618,7 +4626,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 4
@@ -4680,7 +4688,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -4693,7 +4701,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -4711,7 +4719,7 @@ def adamw_bfloat16_amsgrad_vector_tile(
     max_exp_avg_sq_cells = (32.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_code = (max_exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
@@ -4733,13 +4741,13 @@ def adamw_bfloat16_amsgrad_vector(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 9, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 9, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 10, tl.uint8, ALIGNED)    # 1-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 11, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 12)
@@ -4769,11 +4777,11 @@ def adamw_bfloat16_amsgrad_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+                max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -4785,13 +4793,13 @@ def adamw_bfloat16_amsgrad_vector(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -4802,11 +4810,12 @@ def adamw_bfloat16_amsgrad_vector(
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_vector_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -4819,10 +4828,10 @@ def adamw_bfloat16_amsgrad_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -5060,7 +5069,7 @@ def adamw_float16_amsgrad_2_flat(
 
 @triton.jit
 def adamw_float16_amsgrad_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
     exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
     max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
     at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, index, beta1,
@@ -5075,7 +5084,7 @@ def adamw_float16_amsgrad_7_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -5148,7 +5157,7 @@ def adamw_float16_amsgrad_7_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul)), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
 
@@ -5165,7 +5174,7 @@ def adamw_float16_amsgrad_7(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [rows]  read
@@ -5202,7 +5211,7 @@ def adamw_float16_amsgrad_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_high_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 64
     exp_avg_sq_row_ptr += top
@@ -5225,17 +5234,17 @@ def adamw_float16_amsgrad_7(
         start = tile * ROWS
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block,
-            at_eight, at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
-            step_key, stream_key, False,
+            exp_avg_codes_ptr + start * eights, exp_avg_high_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
+            lane, before + (start + at_row) * padded | lane & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4, step_key, stream_key, False,
         )
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
@@ -5245,7 +5254,7 @@ def adamw_float16_amsgrad_7(
         )
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
@@ -5255,7 +5264,7 @@ def adamw_float16_amsgrad_7(
         )
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
@@ -5272,11 +5281,12 @@ def adamw_float16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width)
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            exp_avg_ptr + start * eights, exp_avg_high_ptr + start * eights, exp_avg_scale_ptr + start * blocks,
-            exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
-            exp_avg_sq_least_ptr + start, max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start,
-            exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live,
-            live_block, live_eight, live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
+            exp_avg_codes_ptr + start * eights, exp_avg_high_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
+            max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
+            max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr,
+            exp_avg_sq_least_2_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
+            live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_0, scalar_3, scalar_4,
             step_key, stream_key, True,
         )
@@ -5286,7 +5296,7 @@ def adamw_float16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 256)
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
+            exp_avg_codes_ptr + start * eights + 32, exp_avg_high_ptr + start * eights + 32,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 256, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 256,
@@ -5301,7 +5311,7 @@ def adamw_float16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
+            exp_avg_codes_ptr + start * eights + 64, exp_avg_high_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 512,
@@ -5316,7 +5326,7 @@ def adamw_float16_amsgrad_7(
         live_eight = live_row & (eight * 8 < width - 768)
         adamw_float16_amsgrad_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
+            exp_avg_codes_ptr + start * eights + 96, exp_avg_high_ptr + start * eights + 96,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 768, exp_avg_sq_least_ptr + start,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_ptr + start, exp_avg_sq_parts_ptr + 768,
@@ -5339,7 +5349,7 @@ def adamw_float16_amsgrad_7_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, False)              # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, False)             # int16 [blocks of 64]  read and written
     exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)          # float32 [rows]  read
@@ -5377,7 +5387,7 @@ def adamw_float16_amsgrad_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float16_amsgrad_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
+            p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr, exp_avg_sq_least_ptr,
             max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_ptr, exp_avg_sq_parts_ptr, exp_avg_sq_least_2_ptr, at,
             block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, number, beta1, beta2,
@@ -5522,11 +5532,11 @@ def adamw_float16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_vector_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+    max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -5535,7 +5545,7 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -5547,7 +5557,7 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -5559,7 +5569,7 @@ def adamw_float16_amsgrad_vector_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 4
@@ -5637,7 +5647,7 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -5650,7 +5660,7 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -5668,7 +5678,7 @@ def adamw_float16_amsgrad_vector_tile(
     max_exp_avg_sq_cells = (32.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_code = (max_exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
@@ -5690,13 +5700,13 @@ def adamw_float16_amsgrad_vector(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 9, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 9, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 10, tl.uint8, ALIGNED)    # 1-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 11, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 12)
@@ -5726,11 +5736,11 @@ def adamw_float16_amsgrad_vector(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_amsgrad_vector_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+                max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -5742,13 +5752,13 @@ def adamw_float16_amsgrad_vector(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -5759,11 +5769,12 @@ def adamw_float16_amsgrad_vector(
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_vector_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -5776,10 +5787,10 @@ def adamw_float16_amsgrad_vector(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,

@@ -35,15 +35,15 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                        // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];     // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];       // 2-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];  // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[7];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];      // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 2-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];   // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[7];       // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -51,13 +51,13 @@ struct adamw_float32 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<2>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<2>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -112,12 +112,12 @@ struct adamw_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
@@ -160,7 +160,7 @@ struct adamw_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -179,7 +179,7 @@ struct adamw_float32 {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -198,7 +198,7 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 2 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -208,18 +208,18 @@ struct adamw_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<2>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<2>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -281,16 +281,16 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];     // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];       // 2-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];  // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];      // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 2-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];   // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[8];       // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -298,13 +298,13 @@ struct adamw_bfloat16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<2>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<2>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -359,12 +359,12 @@ struct adamw_bfloat16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
@@ -423,7 +423,7 @@ struct adamw_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -442,7 +442,7 @@ struct adamw_bfloat16 {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -461,7 +461,7 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 2 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -471,18 +471,18 @@ struct adamw_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<2>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<2>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -570,16 +570,16 @@ struct adamw_float16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];     // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];       // 2-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];  // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];      // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 2-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];   // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[8];       // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -587,13 +587,13 @@ struct adamw_float16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<2>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<2>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -648,12 +648,12 @@ struct adamw_float16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
@@ -730,7 +730,7 @@ struct adamw_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -749,7 +749,7 @@ struct adamw_float16 {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -768,7 +768,7 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 2 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -778,18 +778,18 @@ struct adamw_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<2>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<2>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -895,18 +895,18 @@ struct adamw_float32_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];              // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];         // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];            // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];           // 2-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];      // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[7];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[8];       // 2-bit codes [n]  read and written
-        uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[9];  // 1-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_peak_at = (int16_t *)at[10];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];          // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 2-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];       // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[7];           // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[8];  // 2-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[9];   // 1-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_peak_at = (int16_t *)at[10];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -914,17 +914,17 @@ struct adamw_float32_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<2>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<2>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<2>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<2>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -989,17 +989,17 @@ struct adamw_float32_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 0x2db6db);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 2;
@@ -1061,7 +1061,7 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -1080,7 +1080,7 @@ struct adamw_float32_amsgrad {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1099,7 +1099,7 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 2 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1109,14 +1109,14 @@ struct adamw_float32_amsgrad {
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
                 const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_3);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 2 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1126,22 +1126,22 @@ struct adamw_float32_amsgrad {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<2>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<2>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<2>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<2>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1212,13 +1212,13 @@ struct adamw_bfloat16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];               // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];          // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];            // 2-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];      // 2-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];       // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[8];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[9];        // 2-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[9];  // 2-bit codes [n]  read and written
         uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[10];  // 1-bit codes [n]  read and written
         int16_t *__restrict max_exp_avg_sq_peak_at = (int16_t *)at[11];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
@@ -1228,17 +1228,17 @@ struct adamw_bfloat16_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<2>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<2>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<2>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<2>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1303,17 +1303,17 @@ struct adamw_bfloat16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 0x2db6db);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 2;
@@ -1391,7 +1391,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -1410,7 +1410,7 @@ struct adamw_bfloat16_amsgrad {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1429,7 +1429,7 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 2 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1439,14 +1439,14 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
                 const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_3);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 2 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1456,22 +1456,22 @@ struct adamw_bfloat16_amsgrad {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<2>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<2>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<2>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<2>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1568,13 +1568,13 @@ struct adamw_float16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];               // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];          // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];            // 2-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];      // 2-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];       // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_sq_peak_at = (int16_t *)at[8];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[9];        // 2-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[9];  // 2-bit codes [n]  read and written
         uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[10];  // 1-bit codes [n]  read and written
         int16_t *__restrict max_exp_avg_sq_peak_at = (int16_t *)at[11];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
@@ -1584,17 +1584,17 @@ struct adamw_float16_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<2>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<2>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<2>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<2>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1659,17 +1659,17 @@ struct adamw_float16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 0x2db6db);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 2;
@@ -1765,7 +1765,7 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -1784,7 +1784,7 @@ struct adamw_float16_amsgrad {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1803,7 +1803,7 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 2 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1813,14 +1813,14 @@ struct adamw_float16_amsgrad {
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
                 const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_3);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 2 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1830,22 +1830,22 @@ struct adamw_float16_amsgrad {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<2>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<2>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<2>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<2>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };

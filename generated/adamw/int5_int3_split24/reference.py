@@ -23,8 +23,8 @@ from optgen.runtime.eager import Blocks, block_max, larger, rotl, scalars, sqrt
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -43,7 +43,7 @@ def adamw_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -54,7 +54,7 @@ def adamw_float32(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -106,10 +106,10 @@ def adamw_float32(
     exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_peak_tensor, exp_avg_sq_top.to(torch.int16))
 
@@ -148,8 +148,8 @@ def adamw_float32_small(
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -172,7 +172,7 @@ def adamw_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -183,7 +183,7 @@ def adamw_bfloat16(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -238,10 +238,10 @@ def adamw_bfloat16(
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_peak_tensor, exp_avg_sq_top.to(torch.int16))
 
@@ -295,8 +295,8 @@ def adamw_bfloat16_small(
 
 
 def adamw_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -325,7 +325,7 @@ def adamw_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -336,7 +336,7 @@ def adamw_float16(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -401,10 +401,10 @@ def adamw_float16(
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_peak_tensor, exp_avg_sq_top.to(torch.int16))
 
@@ -474,11 +474,11 @@ def adamw_float16_small(
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_high_tensor,
-    max_exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_codes_tensor,
+    max_exp_avg_sq_high_tensor, max_exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -495,7 +495,7 @@ def adamw_float32_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -506,7 +506,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -518,7 +518,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
     max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
@@ -584,13 +584,13 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_exact.round().to(torch.int32)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_peak_tensor, exp_avg_sq_top.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_code & 3).to(torch.uint8), 2)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_code & 3).to(torch.uint8), 2)
     b.store_codes(max_exp_avg_sq_high_tensor, (max_exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(max_exp_avg_sq_peak_tensor, max_exp_avg_sq_top.to(torch.int16))
 
@@ -634,8 +634,8 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -659,7 +659,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -670,7 +670,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -682,7 +682,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
     max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
@@ -751,13 +751,13 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_peak_tensor, exp_avg_sq_top.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_code & 3).to(torch.uint8), 2)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_code & 3).to(torch.uint8), 2)
     b.store_codes(max_exp_avg_sq_high_tensor, (max_exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(max_exp_avg_sq_peak_tensor, max_exp_avg_sq_top.to(torch.int16))
 
@@ -816,8 +816,8 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_peak_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -847,7 +847,7 @@ def adamw_float16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -858,7 +858,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -870,7 +870,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
     max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
@@ -949,13 +949,13 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_peak_tensor, exp_avg_sq_top.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_code & 3).to(torch.uint8), 2)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_code & 3).to(torch.uint8), 2)
     b.store_codes(max_exp_avg_sq_high_tensor, (max_exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(max_exp_avg_sq_peak_tensor, max_exp_avg_sq_top.to(torch.int16))
 
@@ -1030,7 +1030,7 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1039,7 +1039,7 @@ def adamw_float32_decode(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -1050,7 +1050,7 @@ def adamw_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1098,10 +1098,10 @@ def adamw_float32_encode(values):
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_peak": b.flat_per_block(exp_avg_sq_top.to(torch.int16)),
     }
@@ -1134,8 +1134,8 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1147,7 +1147,7 @@ def adamw_bfloat16_decode(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -1158,7 +1158,7 @@ def adamw_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1209,10 +1209,10 @@ def adamw_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_peak": b.flat_per_block(exp_avg_sq_top.to(torch.int16)),
     }
@@ -1252,8 +1252,8 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1271,7 +1271,7 @@ def adamw_float16_decode(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -1282,7 +1282,7 @@ def adamw_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1343,10 +1343,10 @@ def adamw_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_peak": b.flat_per_block(exp_avg_sq_top.to(torch.int16)),
     }
@@ -1402,8 +1402,8 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_high_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_high_tensor,
     max_exp_avg_sq_peak_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1412,7 +1412,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -1423,7 +1423,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1436,7 +1436,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
     max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
@@ -1496,13 +1496,13 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_peak": b.flat_per_block(exp_avg_sq_top.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_code & 3).to(torch.uint8), 2),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_code & 3).to(torch.uint8), 2),
         "max_exp_avg_sq_high": b.flat_codes((max_exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "max_exp_avg_sq_peak": b.flat_per_block(max_exp_avg_sq_top.to(torch.int16)),
     }
@@ -1539,8 +1539,8 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_peak_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1553,7 +1553,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -1564,7 +1564,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1577,7 +1577,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
     max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
@@ -1640,13 +1640,13 @@ def adamw_bfloat16_amsgrad_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_peak": b.flat_per_block(exp_avg_sq_top.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_code & 3).to(torch.uint8), 2),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_code & 3).to(torch.uint8), 2),
         "max_exp_avg_sq_high": b.flat_codes((max_exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "max_exp_avg_sq_peak": b.flat_per_block(max_exp_avg_sq_top.to(torch.int16)),
     }
@@ -1692,8 +1692,8 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_peak_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_peak_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1712,7 +1712,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
     exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
@@ -1723,7 +1723,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1736,7 +1736,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
     max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
@@ -1809,13 +1809,13 @@ def adamw_float16_amsgrad_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_peak": b.flat_per_block(exp_avg_sq_top.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_code & 3).to(torch.uint8), 2),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_code & 3).to(torch.uint8), 2),
         "max_exp_avg_sq_high": b.flat_codes((max_exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "max_exp_avg_sq_peak": b.flat_per_block(max_exp_avg_sq_top.to(torch.int16)),
     }

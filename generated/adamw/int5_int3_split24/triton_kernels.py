@@ -29,10 +29,10 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-    exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
+    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -41,7 +41,7 @@ def adamw_float32_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -49,7 +49,7 @@ def adamw_float32_tile(
     exp_avg_sq_peak = get(exp_avg_sq_peak_ptr, at_block, live_block, MASKED)
     exp_avg_sq_top = exp_avg_sq_peak.to(tl.int32)
     exp_avg_sq_start = tl.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 2)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 2
@@ -88,7 +88,7 @@ def adamw_float32_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -99,7 +99,7 @@ def adamw_float32_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 2
@@ -119,10 +119,10 @@ def adamw_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int16, ALIGNED)              # 2-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int16, ALIGNED)        # 2-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_peak_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
@@ -152,10 +152,10 @@ def adamw_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-                exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight, live_eight, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -166,10 +166,10 @@ def adamw_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_peak_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -179,9 +179,9 @@ def adamw_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -194,8 +194,8 @@ def adamw_float32(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, few, few_blocks,
                 live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -278,10 +278,10 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight,
+    live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -290,7 +290,7 @@ def adamw_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -298,7 +298,7 @@ def adamw_bfloat16_tile(
     exp_avg_sq_peak = get(exp_avg_sq_peak_ptr, at_block, live_block, MASKED)
     exp_avg_sq_top = exp_avg_sq_peak.to(tl.int32)
     exp_avg_sq_start = tl.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 2)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 2
@@ -344,7 +344,7 @@ def adamw_bfloat16_tile(
     exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -355,7 +355,7 @@ def adamw_bfloat16_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 2
@@ -376,10 +376,10 @@ def adamw_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int16, ALIGNED)              # 2-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int16, ALIGNED)        # 2-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_peak_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
@@ -409,10 +409,10 @@ def adamw_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight, live_eight, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight,
+                live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -424,10 +424,10 @@ def adamw_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_peak_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -438,8 +438,8 @@ def adamw_bfloat16(
             for odd in tl.static_range(2):
                 adamw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -453,9 +453,9 @@ def adamw_bfloat16(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -576,10 +576,10 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight,
+    live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -588,7 +588,7 @@ def adamw_float16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -596,7 +596,7 @@ def adamw_float16_tile(
     exp_avg_sq_peak = get(exp_avg_sq_peak_ptr, at_block, live_block, MASKED)
     exp_avg_sq_top = exp_avg_sq_peak.to(tl.int32)
     exp_avg_sq_start = tl.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 2)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 2
@@ -658,7 +658,7 @@ def adamw_float16_tile(
     exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -669,7 +669,7 @@ def adamw_float16_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 2
@@ -690,10 +690,10 @@ def adamw_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int16, ALIGNED)              # 2-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int16, ALIGNED)        # 2-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_peak_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
@@ -723,10 +723,10 @@ def adamw_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight, live_eight, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight,
+                live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -738,10 +738,10 @@ def adamw_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_peak_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -752,8 +752,8 @@ def adamw_float16(
             for odd in tl.static_range(2):
                 adamw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -767,9 +767,9 @@ def adamw_float16(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -906,11 +906,11 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-    exp_avg_sq_peak_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr, max_exp_avg_sq_peak_ptr, at, at_block,
-    live, live_block, at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_high_ptr,
+    max_exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -919,7 +919,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -927,7 +927,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_peak = get(exp_avg_sq_peak_ptr, at_block, live_block, MASKED)
     exp_avg_sq_top = exp_avg_sq_peak.to(tl.int32)
     exp_avg_sq_start = tl.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 2)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 2
@@ -935,7 +935,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_peak = get(max_exp_avg_sq_peak_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(tl.int32)
     max_exp_avg_sq_start = tl.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 2)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 2)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 2
@@ -978,7 +978,7 @@ def adamw_float32_amsgrad_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -989,7 +989,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 2
@@ -1007,7 +1007,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_under = tl.maximum(tl.minimum(max_exp_avg_sq_pattern, 0x5f524924) - max_exp_avg_sq_start[:, None], 0).to(tl.float32)
     max_exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * max_exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_code = (max_exp_avg_sq_exact + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
 
@@ -1025,13 +1025,13 @@ def adamw_float32_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int16, ALIGNED)              # 2-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int16, ALIGNED)        # 2-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_peak_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 8, tl.int16, ALIGNED)          # 2-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 8, tl.int16, ALIGNED)    # 2-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 9, tl.uint8, ALIGNED)     # 1-bit codes [n]  read and written
     max_exp_avg_sq_peak_ptr = pointer(row + 10, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 11)
@@ -1061,10 +1061,11 @@ def adamw_float32_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-                exp_avg_sq_peak_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr, max_exp_avg_sq_peak_ptr, where, block,
-                live, live_block, at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_high_ptr,
+                max_exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1075,13 +1076,13 @@ def adamw_float32_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_peak_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_peak_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1091,10 +1092,11 @@ def adamw_float32_amsgrad(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -1108,10 +1110,10 @@ def adamw_float32_amsgrad(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
+                max_exp_avg_sq_codes_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -1199,11 +1201,11 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-    max_exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_codes_ptr,
+    max_exp_avg_sq_high_ptr, max_exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1212,7 +1214,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -1220,7 +1222,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_peak = get(exp_avg_sq_peak_ptr, at_block, live_block, MASKED)
     exp_avg_sq_top = exp_avg_sq_peak.to(tl.int32)
     exp_avg_sq_start = tl.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 2)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 2
@@ -1228,7 +1230,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_peak = get(max_exp_avg_sq_peak_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(tl.int32)
     max_exp_avg_sq_start = tl.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 2)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 2)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 2
@@ -1278,7 +1280,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -1289,7 +1291,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 2
@@ -1307,7 +1309,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_under = tl.maximum(tl.minimum(max_exp_avg_sq_pattern, 0x5f524924) - max_exp_avg_sq_start[:, None], 0).to(tl.float32)
     max_exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * max_exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_code = (max_exp_avg_sq_exact + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
 
@@ -1326,13 +1328,13 @@ def adamw_bfloat16_amsgrad(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int16, ALIGNED)              # 2-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int16, ALIGNED)        # 2-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_peak_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 9, tl.int16, ALIGNED)          # 2-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 9, tl.int16, ALIGNED)    # 2-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 10, tl.uint8, ALIGNED)    # 1-bit codes [n]  read and written
     max_exp_avg_sq_peak_ptr = pointer(row + 11, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 12)
@@ -1362,11 +1364,11 @@ def adamw_bfloat16_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-                max_exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_codes_ptr,
+                max_exp_avg_sq_high_ptr, max_exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight, live_eight,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1378,13 +1380,13 @@ def adamw_bfloat16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_peak_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_peak_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1395,10 +1397,11 @@ def adamw_bfloat16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -1412,10 +1415,10 @@ def adamw_bfloat16_amsgrad(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
-                exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -1543,11 +1546,11 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-    max_exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_codes_ptr,
+    max_exp_avg_sq_high_ptr, max_exp_avg_sq_peak_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1556,7 +1559,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -1564,7 +1567,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_peak = get(exp_avg_sq_peak_ptr, at_block, live_block, MASKED)
     exp_avg_sq_top = exp_avg_sq_peak.to(tl.int32)
     exp_avg_sq_start = tl.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 2)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 2
@@ -1572,7 +1575,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_peak = get(max_exp_avg_sq_peak_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(tl.int32)
     max_exp_avg_sq_start = tl.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 2)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 2)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 2
@@ -1638,7 +1641,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact)
     exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
     exp_avg_value_abs = tl.abs(exp_avg_value)
     exp_avg_top = block_magnitude(exp_avg_value, live, MASKED)
@@ -1649,7 +1652,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 2
@@ -1667,7 +1670,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_under = tl.maximum(tl.minimum(max_exp_avg_sq_pattern, 0x5f524924) - max_exp_avg_sq_start[:, None], 0).to(tl.float32)
     max_exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * max_exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_code = (max_exp_avg_sq_exact + 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
-    put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
 
@@ -1686,13 +1689,13 @@ def adamw_float16_amsgrad(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int16, ALIGNED)              # 2-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int16, ALIGNED)        # 2-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_peak_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 9, tl.int16, ALIGNED)          # 2-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 9, tl.int16, ALIGNED)    # 2-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 10, tl.uint8, ALIGNED)    # 1-bit codes [n]  read and written
     max_exp_avg_sq_peak_ptr = pointer(row + 11, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 12)
@@ -1722,11 +1725,11 @@ def adamw_float16_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-                max_exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_peak_ptr, max_exp_avg_sq_codes_ptr,
+                max_exp_avg_sq_high_ptr, max_exp_avg_sq_peak_ptr, where, block, live, live_block, at_eight, live_eight,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1738,13 +1741,13 @@ def adamw_float16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_peak_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_peak_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1755,10 +1758,11 @@ def adamw_float16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_peak_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -1772,10 +1776,10 @@ def adamw_float16_amsgrad(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
-                exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_peak_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,

@@ -36,15 +36,15 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                        // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];     // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];  // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];      // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];   // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -52,13 +52,13 @@ struct adamw_float32 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -127,12 +127,12 @@ struct adamw_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
@@ -199,7 +199,7 @@ struct adamw_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -222,7 +222,7 @@ struct adamw_float32 {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -241,7 +241,7 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -251,18 +251,18 @@ struct adamw_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -324,16 +324,16 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];     // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];  // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];      // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];   // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -341,13 +341,13 @@ struct adamw_bfloat16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -416,12 +416,12 @@ struct adamw_bfloat16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
@@ -504,7 +504,7 @@ struct adamw_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -527,7 +527,7 @@ struct adamw_bfloat16 {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -546,7 +546,7 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -556,18 +556,18 @@ struct adamw_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -655,16 +655,16 @@ struct adamw_float16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];     // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];  // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];      // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];   // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -672,13 +672,13 @@ struct adamw_float16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -747,12 +747,12 @@ struct adamw_float16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
@@ -853,7 +853,7 @@ struct adamw_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -876,7 +876,7 @@ struct adamw_float16 {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -895,7 +895,7 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -905,18 +905,18 @@ struct adamw_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1022,18 +1022,18 @@ struct adamw_float32_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];              // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];         // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];            // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];           // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];      // 1-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[8];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[9];  // 1-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[10];    // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];          // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];       // 1-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[8];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[9];   // 1-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[10];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1041,17 +1041,17 @@ struct adamw_float32_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1141,17 +1141,17 @@ struct adamw_float32_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
@@ -1244,9 +1244,9 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1275,9 +1275,9 @@ struct adamw_float32_amsgrad {
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1297,7 +1297,7 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1307,22 +1307,22 @@ struct adamw_float32_amsgrad {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1393,13 +1393,13 @@ struct adamw_bfloat16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];               // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];          // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];            // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];      // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];       // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[9];        // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[9];  // 4-bit codes [n]  read and written
         uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[10];  // 1-bit codes [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[11];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
@@ -1409,17 +1409,17 @@ struct adamw_bfloat16_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1509,17 +1509,17 @@ struct adamw_bfloat16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
@@ -1608,7 +1608,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1630,7 +1630,7 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1659,9 +1659,9 @@ struct adamw_bfloat16_amsgrad {
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1681,7 +1681,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1691,22 +1691,22 @@ struct adamw_bfloat16_amsgrad {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1803,13 +1803,13 @@ struct adamw_float16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];               // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];          // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];            // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];      // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];       // 1-bit codes [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[9];        // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[9];  // 4-bit codes [n]  read and written
         uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[10];  // 1-bit codes [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[11];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
@@ -1819,17 +1819,17 @@ struct adamw_float16_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<1>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1919,17 +1919,17 @@ struct adamw_float16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
@@ -2018,7 +2018,7 @@ struct adamw_float16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2058,7 +2058,7 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -2087,9 +2087,9 @@ struct adamw_float16_amsgrad {
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2109,7 +2109,7 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2119,22 +2119,22 @@ struct adamw_float16_amsgrad {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<1>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };

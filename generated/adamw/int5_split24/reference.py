@@ -24,8 +24,8 @@ from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient,
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -44,7 +44,7 @@ def adamw_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -59,7 +59,7 @@ def adamw_float32(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -126,10 +126,10 @@ def adamw_float32(
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
@@ -168,8 +168,8 @@ def adamw_float32_small(
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -192,7 +192,7 @@ def adamw_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -207,7 +207,7 @@ def adamw_bfloat16(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -277,10 +277,10 @@ def adamw_bfloat16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
@@ -334,8 +334,8 @@ def adamw_bfloat16_small(
 
 
 def adamw_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
@@ -364,7 +364,7 @@ def adamw_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -379,7 +379,7 @@ def adamw_float16(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -459,10 +459,10 @@ def adamw_float16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
@@ -532,11 +532,11 @@ def adamw_float16_small(
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_high_tensor,
-    max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
+    max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -553,7 +553,7 @@ def adamw_float32_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -568,7 +568,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -584,7 +584,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -666,13 +666,13 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(max_exp_avg_sq_high_tensor, (max_exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
 
@@ -716,8 +716,8 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -741,7 +741,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -756,7 +756,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -772,7 +772,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -857,13 +857,13 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(max_exp_avg_sq_high_tensor, (max_exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
 
@@ -922,8 +922,8 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
     lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
@@ -953,7 +953,7 @@ def adamw_float16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -968,7 +968,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -984,7 +984,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -1079,13 +1079,13 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_sq_high_tensor, (exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
     b.store_codes(max_exp_avg_sq_high_tensor, (max_exp_avg_sq_piece & 1).to(torch.uint8), 1)
     b.store_per_block(max_exp_avg_sq_range_tensor, max_exp_avg_sq_header.to(torch.int16))
 
@@ -1160,7 +1160,7 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1173,7 +1173,7 @@ def adamw_float32_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -1184,7 +1184,7 @@ def adamw_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1237,10 +1237,10 @@ def adamw_float32_encode(values):
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
@@ -1273,8 +1273,8 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1290,7 +1290,7 @@ def adamw_bfloat16_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -1301,7 +1301,7 @@ def adamw_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1357,10 +1357,10 @@ def adamw_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
@@ -1400,8 +1400,8 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1423,7 +1423,7 @@ def adamw_float16_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -1434,7 +1434,7 @@ def adamw_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1500,10 +1500,10 @@ def adamw_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
@@ -1559,8 +1559,8 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_high_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_high_tensor,
     max_exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1573,7 +1573,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -1584,7 +1584,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1601,7 +1601,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -1667,13 +1667,13 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_high": b.flat_codes((max_exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "max_exp_avg_sq_range": b.flat_per_block(max_exp_avg_sq_header.to(torch.int16)),
     }
@@ -1710,8 +1710,8 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1728,7 +1728,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -1739,7 +1739,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1756,7 +1756,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -1825,13 +1825,13 @@ def adamw_bfloat16_amsgrad_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_high": b.flat_codes((max_exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "max_exp_avg_sq_range": b.flat_per_block(max_exp_avg_sq_header.to(torch.int16)),
     }
@@ -1877,8 +1877,8 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_high_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_high_tensor, exp_avg_sq_range_tensor, max_exp_avg_sq_codes_tensor,
     max_exp_avg_sq_high_tensor, max_exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1901,7 +1901,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 4
@@ -1912,7 +1912,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
     exp_avg_code = exp_avg_code.to(torch.int32) | exp_avg_piece << 4
@@ -1929,7 +1929,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 4
@@ -2008,13 +2008,13 @@ def adamw_float16_amsgrad_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "exp_avg_sq_high": b.flat_codes((exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_high": b.flat_codes((max_exp_avg_sq_piece & 1).to(torch.uint8), 1),
         "max_exp_avg_sq_range": b.flat_per_block(max_exp_avg_sq_header.to(torch.int16)),
     }

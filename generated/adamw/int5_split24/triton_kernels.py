@@ -30,10 +30,10 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-    exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
+    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -42,7 +42,7 @@ def adamw_float32_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -54,7 +54,7 @@ def adamw_float32_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -105,7 +105,7 @@ def adamw_float32_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -118,7 +118,7 @@ def adamw_float32_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -140,10 +140,10 @@ def adamw_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
@@ -173,10 +173,10 @@ def adamw_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -187,10 +187,10 @@ def adamw_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -200,9 +200,9 @@ def adamw_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -215,8 +215,8 @@ def adamw_float32(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks,
                 live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -299,10 +299,11 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -311,7 +312,7 @@ def adamw_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -323,7 +324,7 @@ def adamw_bfloat16_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -381,7 +382,7 @@ def adamw_bfloat16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -394,7 +395,7 @@ def adamw_bfloat16_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -417,10 +418,10 @@ def adamw_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
@@ -450,10 +451,10 @@ def adamw_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block,
+                at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -465,10 +466,10 @@ def adamw_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -479,8 +480,8 @@ def adamw_bfloat16(
             for odd in tl.static_range(2):
                 adamw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -494,9 +495,9 @@ def adamw_bfloat16(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -617,10 +618,11 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -629,7 +631,7 @@ def adamw_float16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -641,7 +643,7 @@ def adamw_float16_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -715,7 +717,7 @@ def adamw_float16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -728,7 +730,7 @@ def adamw_float16_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -751,10 +753,10 @@ def adamw_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
@@ -784,10 +786,10 @@ def adamw_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block,
+                at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -799,10 +801,10 @@ def adamw_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -813,8 +815,8 @@ def adamw_float16(
             for odd in tl.static_range(2):
                 adamw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -828,9 +830,9 @@ def adamw_float16(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -967,11 +969,11 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-    exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_high_ptr,
+    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -980,7 +982,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -992,7 +994,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -1004,7 +1006,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 4
@@ -1059,7 +1061,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -1072,7 +1074,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -1090,7 +1092,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_cells = (32.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_code = (max_exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
@@ -1111,13 +1113,13 @@ def adamw_float32_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 8, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 8, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 9, tl.uint8, ALIGNED)     # 1-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 10, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 11)
@@ -1147,10 +1149,11 @@ def adamw_float32_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-                exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, where,
-                block, live, live_block, at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_high_ptr,
+                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1161,13 +1164,13 @@ def adamw_float32_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1177,11 +1180,12 @@ def adamw_float32_amsgrad(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -1194,10 +1198,10 @@ def adamw_float32_amsgrad(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
+                max_exp_avg_sq_codes_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -1285,11 +1289,11 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+    max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1298,7 +1302,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -1310,7 +1314,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -1322,7 +1326,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 4
@@ -1384,7 +1388,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -1397,7 +1401,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -1415,7 +1419,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_cells = (32.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_code = (max_exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
@@ -1437,13 +1441,13 @@ def adamw_bfloat16_amsgrad(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 9, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 9, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 10, tl.uint8, ALIGNED)    # 1-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 11, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 12)
@@ -1473,11 +1477,11 @@ def adamw_bfloat16_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+                max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1489,13 +1493,13 @@ def adamw_bfloat16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1506,11 +1510,12 @@ def adamw_bfloat16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -1523,10 +1528,10 @@ def adamw_bfloat16_amsgrad(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -1654,11 +1659,11 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+    max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1667,7 +1672,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -1679,7 +1684,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -1691,7 +1696,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 4
@@ -1769,7 +1774,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -1782,7 +1787,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.044444444444444446
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.022222222222222223, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3088.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -1800,7 +1805,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_cells = (32.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_code = (max_exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 1), live_eight, MASKED)
@@ -1822,13 +1827,13 @@ def adamw_float16_amsgrad(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # 1-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # 1-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 9, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 9, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 10, tl.uint8, ALIGNED)    # 1-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 11, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 12)
@@ -1858,11 +1863,11 @@ def adamw_float16_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+                max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1874,13 +1879,13 @@ def adamw_float16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1891,11 +1896,12 @@ def adamw_float16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -1908,10 +1914,10 @@ def adamw_float16_amsgrad(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,

@@ -36,15 +36,15 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                        // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];     // 2-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];  // 2-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];      // 2-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];   // 2-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -52,13 +52,13 @@ struct adamw_float32 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -127,13 +127,13 @@ struct adamw_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388640.0f;
                 const F exp_avg_bend = abs(exp_avg_code_3);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
@@ -200,7 +200,7 @@ struct adamw_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -223,7 +223,7 @@ struct adamw_float32 {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -242,7 +242,7 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -252,18 +252,18 @@ struct adamw_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), exp_avg_divisor_mul), 3104.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -325,16 +325,16 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];     // 2-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];  // 2-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];      // 2-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];   // 2-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -342,13 +342,13 @@ struct adamw_bfloat16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -417,13 +417,13 @@ struct adamw_bfloat16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388640.0f;
                 const F exp_avg_bend = abs(exp_avg_code_3);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
@@ -506,7 +506,7 @@ struct adamw_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -529,7 +529,7 @@ struct adamw_bfloat16 {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -548,7 +548,7 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -558,18 +558,18 @@ struct adamw_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), exp_avg_divisor_mul), 3104.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -657,16 +657,16 @@ struct adamw_float16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                  // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];     // 2-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];  // 2-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];     // int16 [blocks of 64]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];     // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];      // 2-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];   // 2-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];      // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -674,13 +674,13 @@ struct adamw_float16 {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -749,13 +749,13 @@ struct adamw_float16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388640.0f;
                 const F exp_avg_bend = abs(exp_avg_code_3);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
@@ -856,7 +856,7 @@ struct adamw_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -879,7 +879,7 @@ struct adamw_float16 {
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -898,7 +898,7 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -908,18 +908,18 @@ struct adamw_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), exp_avg_divisor_mul), 3104.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1025,18 +1025,18 @@ struct adamw_float32_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];              // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];         // 2-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];            // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[5];           // 4-bit codes [n]  read and written
-        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];      // 2-bit codes [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[8];       // 4-bit codes [n]  read and written
-        uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[9];  // 2-bit codes [n]  read and written
-        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[10];    // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[3];          // 2-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];             // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[5];      // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[6];       // 2-bit codes [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];          // int16 [blocks of 64]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[8];  // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[9];   // 2-bit codes [n]  read and written
+        int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[10];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1044,17 +1044,17 @@ struct adamw_float32_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<2>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1144,18 +1144,18 @@ struct adamw_float32_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388640.0f;
                 const F exp_avg_bend = abs(exp_avg_code_3);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
@@ -1248,9 +1248,9 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1279,9 +1279,9 @@ struct adamw_float32_amsgrad {
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1301,7 +1301,7 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 2 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1311,22 +1311,22 @@ struct adamw_float32_amsgrad {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), exp_avg_divisor_mul), 3104.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<2>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1397,13 +1397,13 @@ struct adamw_bfloat16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];               // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];          // 2-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];            // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];      // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];       // 2-bit codes [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[9];        // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[9];  // 4-bit codes [n]  read and written
         uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[10];  // 2-bit codes [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[11];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
@@ -1413,17 +1413,17 @@ struct adamw_bfloat16_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<2>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1513,18 +1513,18 @@ struct adamw_bfloat16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388640.0f;
                 const F exp_avg_bend = abs(exp_avg_code_3);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
@@ -1613,7 +1613,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1635,7 +1635,7 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1664,9 +1664,9 @@ struct adamw_bfloat16_amsgrad {
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1686,7 +1686,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 2 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1696,22 +1696,22 @@ struct adamw_bfloat16_amsgrad {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), exp_avg_divisor_mul), 3104.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<2>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };
@@ -1808,13 +1808,13 @@ struct adamw_float16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];                // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[3];               // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[3];         // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_high_packed = (uint8_t *)at[4];          // 2-bit codes [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[5];             // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[6];            // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[6];      // 4-bit codes [n]  read and written
         uint8_t *__restrict exp_avg_sq_high_packed = (uint8_t *)at[7];       // 2-bit codes [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[9];        // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[9];  // 4-bit codes [n]  read and written
         uint8_t *__restrict max_exp_avg_sq_high_packed = (uint8_t *)at[10];  // 2-bit codes [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[11];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
@@ -1824,17 +1824,17 @@ struct adamw_float16_amsgrad {
         const F scalar_2(scalars[4]);
         const F scalar_3(scalars[5]);
         const F scalar_4(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
         alignas(64) uint8_t exp_avg_high_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t exp_avg_sq_high_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
         alignas(64) uint8_t max_exp_avg_sq_high_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_high_at, exp_avg_high_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<2>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         unpack<2>(max_exp_avg_sq_high_at, max_exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
@@ -1924,18 +1924,18 @@ struct adamw_float16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
                 const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388640.0f;
                 const F exp_avg_bend = abs(exp_avg_code_3);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 4;
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_code_2 * exp_avg_sq_step_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 4;
@@ -2024,7 +2024,7 @@ struct adamw_float16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2064,7 +2064,7 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -2093,9 +2093,9 @@ struct adamw_float16_amsgrad {
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2115,7 +2115,7 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 2 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2125,22 +2125,22 @@ struct adamw_float16_amsgrad {
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.016129031777381897f, abs(exp_avg_value), exp_avg_divisor_mul), 3104.0f));
                 const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
                 const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
-                store(exp_avg_at + i, exp_avg_pattern_shr);
+                store(exp_avg_codes_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_high_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(exp_avg_sq_high_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
         no_codes<BLOCK>(max_exp_avg_sq_high_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_high_packed, exp_avg_high_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
         pack<2>(exp_avg_sq_high_packed, exp_avg_sq_high_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
         pack<2>(max_exp_avg_sq_high_packed, max_exp_avg_sq_high_at, BLOCK * blocks);
     }
 };

@@ -30,10 +30,10 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-    exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
+    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -42,7 +42,7 @@ def adamw_float32_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -55,7 +55,7 @@ def adamw_float32_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -106,7 +106,7 @@ def adamw_float32_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -119,7 +119,7 @@ def adamw_float32_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.016129032258064516
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.016129032258064516, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3104.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -141,10 +141,10 @@ def adamw_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.int16, ALIGNED)            # 2-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 6, tl.int16, ALIGNED)         # 2-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
@@ -174,10 +174,10 @@ def adamw_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -188,10 +188,10 @@ def adamw_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -201,9 +201,9 @@ def adamw_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -216,8 +216,8 @@ def adamw_float32(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks,
                 live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -300,10 +300,11 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -312,7 +313,7 @@ def adamw_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -325,7 +326,7 @@ def adamw_bfloat16_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -383,7 +384,7 @@ def adamw_bfloat16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -396,7 +397,7 @@ def adamw_bfloat16_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.016129032258064516
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.016129032258064516, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3104.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -419,10 +420,10 @@ def adamw_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.int16, ALIGNED)            # 2-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.int16, ALIGNED)         # 2-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
@@ -452,10 +453,10 @@ def adamw_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block,
+                at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -467,10 +468,10 @@ def adamw_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -481,8 +482,8 @@ def adamw_bfloat16(
             for odd in tl.static_range(2):
                 adamw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -496,9 +497,9 @@ def adamw_bfloat16(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -619,10 +620,11 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -631,7 +633,7 @@ def adamw_float16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -644,7 +646,7 @@ def adamw_float16_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -718,7 +720,7 @@ def adamw_float16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -731,7 +733,7 @@ def adamw_float16_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.016129032258064516
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.016129032258064516, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3104.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -754,10 +756,10 @@ def adamw_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.int16, ALIGNED)            # 2-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.int16, ALIGNED)         # 2-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
@@ -787,10 +789,10 @@ def adamw_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, where, block, live, live_block,
+                at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -802,10 +804,10 @@ def adamw_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -816,8 +818,8 @@ def adamw_float16(
             for odd in tl.static_range(2):
                 adamw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
@@ -831,9 +833,9 @@ def adamw_float16(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -970,11 +972,11 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-    exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_high_ptr,
+    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -983,7 +985,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -996,7 +998,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -1008,7 +1010,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 2)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 4
@@ -1063,7 +1065,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -1076,7 +1078,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.016129032258064516
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.016129032258064516, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3104.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -1094,7 +1096,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_cells = (64.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_code = (max_exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
@@ -1115,13 +1117,13 @@ def adamw_float32_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 3, tl.int16, ALIGNED)            # 2-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 6, tl.int16, ALIGNED)         # 2-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 8, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 8, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 9, tl.int16, ALIGNED)     # 2-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 10, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 11)
@@ -1151,10 +1153,11 @@ def adamw_float32_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_high_ptr,
-                exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, where,
-                block, live, live_block, at_eight, live_eight, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_high_ptr,
+                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1165,13 +1168,13 @@ def adamw_float32_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1181,11 +1184,12 @@ def adamw_float32_amsgrad(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_sq_codes_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -1198,10 +1202,10 @@ def adamw_float32_amsgrad(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
+                max_exp_avg_sq_codes_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
                 live_eight, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -1289,11 +1293,11 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+    max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1302,7 +1306,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -1315,7 +1319,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -1327,7 +1331,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 2)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 4
@@ -1389,7 +1393,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -1402,7 +1406,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.016129032258064516
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.016129032258064516, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3104.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -1420,7 +1424,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_cells = (64.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_code = (max_exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
@@ -1442,13 +1446,13 @@ def adamw_bfloat16_amsgrad(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.int16, ALIGNED)            # 2-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.int16, ALIGNED)         # 2-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 9, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 9, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 10, tl.int16, ALIGNED)    # 2-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 11, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 12)
@@ -1478,11 +1482,11 @@ def adamw_bfloat16_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+                max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1494,13 +1498,13 @@ def adamw_bfloat16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1511,11 +1515,12 @@ def adamw_bfloat16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -1528,10 +1533,10 @@ def adamw_bfloat16_amsgrad(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -1659,11 +1664,11 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+    max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1672,7 +1677,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_high_code = unpacked(get(exp_avg_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_piece = exp_avg_high_code.to(tl.int32)
     exp_avg_code = exp_avg_code.to(tl.int32) | exp_avg_piece << 4
@@ -1685,7 +1690,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_step = exp_avg_sq_step << 1
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_high_code = unpacked(get(exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 2)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(tl.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(tl.int32) | exp_avg_sq_piece << 4
@@ -1697,7 +1702,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_high_code = unpacked(get(max_exp_avg_sq_high_ptr, at_eight, live_eight, MASKED), 2)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(tl.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(tl.int32) | max_exp_avg_sq_piece << 4
@@ -1775,7 +1780,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * (1.0 / exp_avg_sq_value)
@@ -1788,7 +1793,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.016129032258064516
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.016129032258064516, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3104.0).to(tl.int32, bitcast=True)
     exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    put(exp_avg_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_pattern_shr.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_piece = exp_avg_pattern_shr >> 4
     put(exp_avg_high_ptr, at_eight, packed(exp_avg_piece.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_sq_piece = exp_avg_sq_code >> 4
@@ -1806,7 +1811,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_cells = (64.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((max_exp_avg_sq_position >> 24).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_code = (max_exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     put(max_exp_avg_sq_high_ptr, at_eight, packed(max_exp_avg_sq_piece.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
@@ -1828,13 +1833,13 @@ def adamw_float16_amsgrad(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_high_ptr = pointer(row + 4, tl.int16, ALIGNED)            # 2-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_high_ptr = pointer(row + 7, tl.int16, ALIGNED)         # 2-bit codes [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 9, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 9, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_high_ptr = pointer(row + 10, tl.int16, ALIGNED)    # 2-bit codes [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 11, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 12)
@@ -1864,11 +1869,11 @@ def adamw_float16_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_high_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_high_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_high_ptr, exp_avg_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_high_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr,
+                max_exp_avg_sq_high_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, at_eight, live_eight,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1880,13 +1885,13 @@ def adamw_float16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_high_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_high_ptr += origin // 8
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_high_ptr += origin // 8
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1897,11 +1902,12 @@ def adamw_float16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    exp_avg_codes_ptr + (start + odd * TILE) // 8, exp_avg_high_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -1914,10 +1920,10 @@ def adamw_float16_amsgrad(
             live_block = few_blocks * 64 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
+                exp_avg_sq_codes_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, few_eights, live_eight, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,

@@ -36,9 +36,9 @@ struct adamw_float32 {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
@@ -93,10 +93,10 @@ struct adamw_float32 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -137,16 +137,16 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -213,9 +213,9 @@ struct adamw_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
@@ -270,10 +270,10 @@ struct adamw_bfloat16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -329,16 +329,16 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -411,9 +411,9 @@ struct adamw_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
@@ -468,10 +468,10 @@ struct adamw_float16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -545,16 +545,16 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -644,11 +644,11 @@ struct adamw_float32_amsgrad {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];               // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F sqrt_1p5378693166672797em05(scalars[1]);
@@ -725,14 +725,14 @@ struct adamw_float32_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -785,9 +785,9 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
@@ -796,9 +796,9 @@ struct adamw_float32_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
+                store(max_exp_avg_sq_codes_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -870,11 +870,11 @@ struct adamw_bfloat16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];               // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F sqrt_1p5378693166672797em05(scalars[1]);
@@ -951,14 +951,14 @@ struct adamw_bfloat16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -1008,7 +1008,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1027,8 +1027,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
@@ -1037,9 +1037,9 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
+                store(max_exp_avg_sq_codes_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -1117,11 +1117,11 @@ struct adamw_float16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];               // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_scale_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F sqrt_1p5378693166672797em05(scalars[1]);
@@ -1198,14 +1198,14 @@ struct adamw_float16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
@@ -1255,7 +1255,7 @@ struct adamw_float16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1292,8 +1292,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
@@ -1302,9 +1302,9 @@ struct adamw_float16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_codes_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_codes_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
+                store(max_exp_avg_sq_codes_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
         }
     }

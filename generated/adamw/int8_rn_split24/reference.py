@@ -21,9 +21,10 @@ from optgen.runtime.eager import Blocks, block_max, larger, quotient, scalars, s
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -40,7 +41,7 @@ def adamw_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -48,7 +49,7 @@ def adamw_float32(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -82,9 +83,9 @@ def adamw_float32(
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
@@ -122,10 +123,10 @@ def adamw_float32_small(
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -146,7 +147,7 @@ def adamw_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -154,7 +155,7 @@ def adamw_bfloat16(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -192,9 +193,9 @@ def adamw_bfloat16(
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
@@ -239,10 +240,10 @@ def adamw_bfloat16_small(
 
 
 def adamw_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -269,7 +270,7 @@ def adamw_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -277,7 +278,7 @@ def adamw_float16(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -324,9 +325,9 @@ def adamw_float16(
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
@@ -387,10 +388,10 @@ def adamw_float16_small(
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -407,7 +408,7 @@ def adamw_float32_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -415,7 +416,7 @@ def adamw_float32_amsgrad(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
@@ -428,7 +429,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -472,11 +473,11 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
     max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
-    b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, (max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
@@ -519,10 +520,11 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor,
+    max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -543,7 +545,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -551,7 +553,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
@@ -564,7 +566,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -611,11 +613,11 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
-    b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, (max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
@@ -665,10 +667,11 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
-    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor,
+    max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -695,7 +698,7 @@ def adamw_float16_amsgrad(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -703,7 +706,7 @@ def adamw_float16_amsgrad(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
@@ -716,7 +719,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -773,11 +776,11 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
-    b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, (max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
@@ -843,7 +846,7 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -852,13 +855,13 @@ def adamw_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -898,9 +901,9 @@ def adamw_float32_encode(values):
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
@@ -932,7 +935,7 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -946,13 +949,13 @@ def adamw_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -996,9 +999,9 @@ def adamw_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
@@ -1037,7 +1040,7 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1057,13 +1060,13 @@ def adamw_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -1116,9 +1119,9 @@ def adamw_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
@@ -1173,8 +1176,8 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1183,13 +1186,13 @@ def adamw_float32_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -1202,7 +1205,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
@@ -1251,11 +1254,11 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
-        "max_exp_avg_sq": b.flat(max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat(max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block((max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
@@ -1291,8 +1294,8 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1305,13 +1308,13 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -1324,7 +1327,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
@@ -1376,11 +1379,11 @@ def adamw_bfloat16_amsgrad_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
-        "max_exp_avg_sq": b.flat(max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat(max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block((max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
@@ -1425,8 +1428,8 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_scale_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1445,13 +1448,13 @@ def adamw_float16_amsgrad_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
     exp_avg_bend = exp_avg_code.abs()
     exp_avg_value = exp_avg_scale * (exp_avg_code / (254.0 - exp_avg_bend))
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
@@ -1464,7 +1467,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
@@ -1526,11 +1529,11 @@ def adamw_float16_amsgrad_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
-        "max_exp_avg_sq": b.flat(max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat(max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block((max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 

@@ -27,9 +27,9 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, scalar_5, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -38,10 +38,10 @@ def adamw_float32_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
@@ -71,13 +71,13 @@ def adamw_float32_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -93,9 +93,9 @@ def adamw_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -116,9 +116,9 @@ def adamw_float32(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, scalar_5, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, scalar_5, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -127,17 +127,17 @@ def adamw_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     scalar_5, False,
@@ -149,8 +149,8 @@ def adamw_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 scalar_4, scalar_5, True,
             )
@@ -231,9 +231,9 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, scalar_3, scalar_4, scalar_5, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -242,10 +242,10 @@ def adamw_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
@@ -282,13 +282,13 @@ def adamw_bfloat16_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -305,9 +305,9 @@ def adamw_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -328,9 +328,9 @@ def adamw_bfloat16(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, scalar_5, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -340,9 +340,9 @@ def adamw_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -350,8 +350,8 @@ def adamw_bfloat16(
             for odd in tl.static_range(2):
                 adamw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     scalar_2, scalar_3, scalar_4, scalar_5, False,
                 )
@@ -362,8 +362,8 @@ def adamw_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 scalar_5, True,
@@ -454,9 +454,9 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, scalar_3, scalar_4, scalar_5, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -465,10 +465,10 @@ def adamw_float16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
@@ -521,13 +521,13 @@ def adamw_float16_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -544,9 +544,9 @@ def adamw_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -567,9 +567,9 @@ def adamw_float16(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                where, block, live, live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, scalar_5, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -579,9 +579,9 @@ def adamw_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -589,8 +589,8 @@ def adamw_float16(
             for odd in tl.static_range(2):
                 adamw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     scalar_2, scalar_3, scalar_4, scalar_5, False,
                 )
@@ -601,8 +601,8 @@ def adamw_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 scalar_5, True,
@@ -709,10 +709,10 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, sqrt_1p5378693166672797em05,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5,
-    scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1,
+    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+    scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -721,10 +721,10 @@ def adamw_float32_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 0xffff
     max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
@@ -736,7 +736,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_scale_bitcast * max_exp_avg_sq_scale_bitcast
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
@@ -768,20 +768,20 @@ def adamw_float32_amsgrad_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     max_exp_avg_sq_divisor_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_divisor_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, tl.fma(max_exp_avg_sq_divisor_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -798,11 +798,11 @@ def adamw_float32_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -823,10 +823,10 @@ def adamw_float32_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, sqrt_1p5378693166672797em05,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5,
-                scalar_6, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1,
+                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                scalar_4, scalar_5, scalar_6, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -835,20 +835,20 @@ def adamw_float32_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1,
                     sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
                     scalar_4, scalar_5, scalar_6, False,
@@ -860,11 +860,11 @@ def adamw_float32_amsgrad(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
-                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-                scalar_4, scalar_5, scalar_6, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5, scalar_6, True,
             )
 
 
@@ -949,10 +949,10 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1,
-    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-    scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block,
+    beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_3, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -961,10 +961,10 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 0xffff
     max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
@@ -976,7 +976,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_scale_bitcast * max_exp_avg_sq_scale_bitcast
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
@@ -1015,20 +1015,20 @@ def adamw_bfloat16_amsgrad_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     max_exp_avg_sq_divisor_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_divisor_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, tl.fma(max_exp_avg_sq_divisor_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1046,11 +1046,11 @@ def adamw_bfloat16_amsgrad(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -1071,10 +1071,10 @@ def adamw_bfloat16_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1,
-                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-                scalar_4, scalar_5, scalar_6, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block,
+                beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_3, scalar_4, scalar_5, scalar_6, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1084,11 +1084,11 @@ def adamw_bfloat16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -1096,11 +1096,12 @@ def adamw_bfloat16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5, scalar_6, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
+                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1,
+                    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                    scalar_4, scalar_5, scalar_6, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1109,9 +1110,9 @@ def adamw_bfloat16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
                 max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
                 sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
                 scalar_4, scalar_5, scalar_6, True,
@@ -1210,10 +1211,10 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1,
-    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-    scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block,
+    beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_3, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1222,10 +1223,10 @@ def adamw_float16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 0xffff
     max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
@@ -1237,7 +1238,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_scale_bitcast * max_exp_avg_sq_scale_bitcast
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
     exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
@@ -1292,20 +1293,20 @@ def adamw_float16_amsgrad_tile(
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     max_exp_avg_sq_divisor_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_divisor_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, tl.fma(max_exp_avg_sq_divisor_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1323,11 +1324,11 @@ def adamw_float16_amsgrad(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -1348,10 +1349,10 @@ def adamw_float16_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1,
-                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-                scalar_4, scalar_5, scalar_6, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block,
+                beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_3, scalar_4, scalar_5, scalar_6, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1361,11 +1362,11 @@ def adamw_float16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
@@ -1373,11 +1374,12 @@ def adamw_float16_amsgrad(
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5, scalar_6, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
+                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1,
+                    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                    scalar_4, scalar_5, scalar_6, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1386,9 +1388,9 @@ def adamw_float16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
                 max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
                 sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
                 scalar_4, scalar_5, scalar_6, True,

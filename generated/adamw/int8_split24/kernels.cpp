@@ -39,9 +39,9 @@ struct adamw_float32 {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -115,10 +115,10 @@ struct adamw_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -199,7 +199,7 @@ struct adamw_float32 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -217,15 +217,15 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -292,9 +292,9 @@ struct adamw_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -369,10 +369,10 @@ struct adamw_bfloat16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -448,7 +448,7 @@ struct adamw_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -469,7 +469,7 @@ struct adamw_bfloat16 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -487,14 +487,14 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -587,9 +587,9 @@ struct adamw_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -664,10 +664,10 @@ struct adamw_float16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -761,7 +761,7 @@ struct adamw_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -782,7 +782,7 @@ struct adamw_float16 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -800,14 +800,14 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -917,11 +917,11 @@ struct adamw_float32_amsgrad {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];               // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -1015,13 +1015,13 @@ struct adamw_float32_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1108,7 +1108,7 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1134,8 +1134,8 @@ struct adamw_float32_amsgrad {
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store_byte<3>(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1153,15 +1153,15 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -1233,11 +1233,11 @@ struct adamw_bfloat16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];               // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -1332,13 +1332,13 @@ struct adamw_bfloat16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1440,7 +1440,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1466,8 +1466,8 @@ struct adamw_bfloat16_amsgrad {
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store_byte<3>(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1485,15 +1485,15 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1591,11 +1591,11 @@ struct adamw_float16_amsgrad {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];            // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];               // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -1690,13 +1690,13 @@ struct adamw_float16_amsgrad {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_middle_2 + max_exp_avg_sq_piece * max_exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1816,7 +1816,7 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1842,8 +1842,8 @@ struct adamw_float16_amsgrad {
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store_byte<3>(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1861,15 +1861,15 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }

@@ -77,13 +77,13 @@ struct adamw_float32_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                   // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];       // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -91,10 +91,10 @@ struct adamw_float32_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -125,9 +125,9 @@ struct adamw_float32_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -179,8 +179,8 @@ struct adamw_float32_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -193,15 +193,15 @@ struct adamw_float32_vector {
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -266,13 +266,13 @@ struct adamw_bfloat16_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];             // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];       // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -280,10 +280,10 @@ struct adamw_bfloat16_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -314,9 +314,9 @@ struct adamw_bfloat16_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -372,8 +372,8 @@ struct adamw_bfloat16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -386,15 +386,15 @@ struct adamw_bfloat16_vector {
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -457,13 +457,13 @@ struct adamw_float16_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];             // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];       // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -471,10 +471,10 @@ struct adamw_float16_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -505,9 +505,9 @@ struct adamw_float16_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -561,8 +561,8 @@ struct adamw_float16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -575,15 +575,15 @@ struct adamw_float16_vector {
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -649,15 +649,15 @@ struct adamw_float32_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];           // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];        // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -665,12 +665,12 @@ struct adamw_float32_amsgrad_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
@@ -710,14 +710,14 @@ struct adamw_float32_amsgrad_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -766,7 +766,7 @@ struct adamw_float32_amsgrad_vector {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -781,8 +781,8 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
@@ -799,18 +799,18 @@ struct adamw_float32_amsgrad_vector {
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -880,15 +880,15 @@ struct adamw_bfloat16_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];           // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];        // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -896,12 +896,12 @@ struct adamw_bfloat16_amsgrad_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
@@ -941,14 +941,14 @@ struct adamw_bfloat16_amsgrad_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -998,7 +998,7 @@ struct adamw_bfloat16_amsgrad_vector {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1016,8 +1016,8 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
@@ -1034,18 +1034,18 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1113,15 +1113,15 @@ struct adamw_float16_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];           // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];        // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -1129,12 +1129,12 @@ struct adamw_float16_amsgrad_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
@@ -1174,14 +1174,14 @@ struct adamw_float16_amsgrad_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -1231,7 +1231,7 @@ struct adamw_float16_amsgrad_vector {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1247,8 +1247,8 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
@@ -1265,18 +1265,18 @@ struct adamw_float16_amsgrad_vector {
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1315,9 +1315,9 @@ struct adamw_float32_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
         {8, 12, 4, ROW, false, true, LARGEST, 6},  // row_max_for_exp_avg_sq_row_top
         {9, 13, 4, COLUMN, false, true, LARGEST, 6},  // col_max_for_exp_avg_sq_col_top
@@ -1335,9 +1335,10 @@ struct adamw_float32_2 {
         float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
-        const uint8_t *__restrict exp_avg_sq_packed = (const uint8_t *)at[4];  // 4-bit codes [n]  read
+        // 4-bit codes [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_packed = (const uint8_t *)at[4];
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];      // float32 [row]  read
         float *__restrict row_max_for_exp_avg_sq_row_top_at = (float *)at[6];  // float32 [row]  for row_max
         // float32 [col]  read
@@ -1349,10 +1350,10 @@ struct adamw_float32_2 {
         const F beta2_times_0p0625(known.scalars[4]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -1370,13 +1371,13 @@ struct adamw_float32_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
             fetch<BLOCK>(g_at, b);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -1405,7 +1406,7 @@ struct adamw_float32_2 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -1423,7 +1424,7 @@ struct adamw_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -1432,12 +1433,12 @@ struct adamw_float32_2 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1529,7 +1530,7 @@ struct adamw_float32_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row
         {7, -1, 4, COLUMN, true, false, NONE, 3},  // exp_avg_sq_col_spread
         {10, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row_top
@@ -1540,7 +1541,7 @@ struct adamw_float32_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[1];              // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[1];        // 4-bit codes [n]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[2];      // float32 [row]  read
         // float32 [col]  read
         const float *__restrict exp_avg_sq_col_spread_at = (const float *)at[3];
@@ -1549,17 +1550,17 @@ struct adamw_float32_6 {
         const float *__restrict exp_avg_sq_col_top_spread_at = (const float *)at[5];
         const F scalar_2(known.scalars[3]);
         const F beta2_times_0p0625(known.scalars[4]);
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -1569,12 +1570,12 @@ struct adamw_float32_6 {
                 const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i)));
                 const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1613,9 +1614,9 @@ struct adamw_bfloat16_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
         {8, 12, 4, ROW, false, true, LARGEST, 6},  // row_max_for_exp_avg_sq_row_top
         {9, 13, 4, COLUMN, false, true, LARGEST, 6},  // col_max_for_exp_avg_sq_col_top
@@ -1633,9 +1634,10 @@ struct adamw_bfloat16_2 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
-        const uint8_t *__restrict exp_avg_sq_packed = (const uint8_t *)at[4];  // 4-bit codes [n]  read
+        // 4-bit codes [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_packed = (const uint8_t *)at[4];
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];      // float32 [row]  read
         float *__restrict row_max_for_exp_avg_sq_row_top_at = (float *)at[6];  // float32 [row]  for row_max
         // float32 [col]  read
@@ -1647,10 +1649,10 @@ struct adamw_bfloat16_2 {
         const F beta2_times_0p0625(known.scalars[4]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -1668,13 +1670,13 @@ struct adamw_bfloat16_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
             fetch<BLOCK>(g_at, b);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
@@ -1704,7 +1706,7 @@ struct adamw_bfloat16_2 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -1726,7 +1728,7 @@ struct adamw_bfloat16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -1735,12 +1737,12 @@ struct adamw_bfloat16_2 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1753,7 +1755,7 @@ struct adamw_bfloat16_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row
         {7, -1, 4, COLUMN, true, false, NONE, 3},  // exp_avg_sq_col_spread
         {10, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row_top
@@ -1764,7 +1766,7 @@ struct adamw_bfloat16_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[1];              // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[1];        // 4-bit codes [n]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[2];      // float32 [row]  read
         // float32 [col]  read
         const float *__restrict exp_avg_sq_col_spread_at = (const float *)at[3];
@@ -1773,17 +1775,17 @@ struct adamw_bfloat16_6 {
         const float *__restrict exp_avg_sq_col_top_spread_at = (const float *)at[5];
         const F scalar_2(known.scalars[3]);
         const F beta2_times_0p0625(known.scalars[4]);
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -1794,12 +1796,12 @@ struct adamw_bfloat16_6 {
                 const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i)));
                 const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1813,9 +1815,9 @@ struct adamw_float16_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
         {8, 12, 4, ROW, false, true, LARGEST, 6},  // row_max_for_exp_avg_sq_row_top
         {9, 13, 4, COLUMN, false, true, LARGEST, 6},  // col_max_for_exp_avg_sq_col_top
@@ -1833,9 +1835,10 @@ struct adamw_float16_2 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
-        const uint8_t *__restrict exp_avg_sq_packed = (const uint8_t *)at[4];  // 4-bit codes [n]  read
+        // 4-bit codes [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_packed = (const uint8_t *)at[4];
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];      // float32 [row]  read
         float *__restrict row_max_for_exp_avg_sq_row_top_at = (float *)at[6];  // float32 [row]  for row_max
         // float32 [col]  read
@@ -1847,10 +1850,10 @@ struct adamw_float16_2 {
         const F beta2_times_0p0625(known.scalars[4]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -1868,13 +1871,13 @@ struct adamw_float16_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
             fetch<BLOCK>(g_at, b);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
@@ -1904,7 +1907,7 @@ struct adamw_float16_2 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -1924,7 +1927,7 @@ struct adamw_float16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -1933,12 +1936,12 @@ struct adamw_float16_2 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1983,11 +1986,11 @@ struct adamw_float32_amsgrad_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
-        {7, -1, 4, EIGHTH, true, false, NONE, 6},  // max_exp_avg_sq
+        {7, -1, 4, EIGHTH, true, false, NONE, 6},  // max_exp_avg_sq_codes
         {8, -1, 4, ROW, true, false, NONE, 7},  // max_exp_avg_sq_row
         {12, 20, 4, ROW, false, true, LARGEST, 8},  // row_max_for_exp_avg_sq_row_top
         {13, 21, 4, COLUMN, false, true, LARGEST, 8},  // col_max_for_exp_avg_sq_col_top
@@ -2008,12 +2011,13 @@ struct adamw_float32_amsgrad_2 {
         float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
-        const uint8_t *__restrict exp_avg_sq_packed = (const uint8_t *)at[4];  // 4-bit codes [n]  read
+        // 4-bit codes [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_packed = (const uint8_t *)at[4];
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];      // float32 [row]  read
         // 4-bit codes [n]  read
-        const uint8_t *__restrict max_exp_avg_sq_packed = (const uint8_t *)at[6];
+        const uint8_t *__restrict max_exp_avg_sq_codes_packed = (const uint8_t *)at[6];
         const float *__restrict max_exp_avg_sq_row_at = (const float *)at[7];  // float32 [row]  read
         float *__restrict row_max_for_exp_avg_sq_row_top_at = (float *)at[8];  // float32 [row]  for row_max
         // float32 [row]  for row_max
@@ -2029,12 +2033,12 @@ struct adamw_float32_amsgrad_2 {
         const F beta2_times_0p0625(known.scalars[4]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -2052,14 +2056,14 @@ struct adamw_float32_amsgrad_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
             fetch<BLOCK>(g_at, b);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -2088,13 +2092,13 @@ struct adamw_float32_amsgrad_2 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = Grad::load(g_at + i);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -2115,7 +2119,7 @@ struct adamw_float32_amsgrad_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2124,12 +2128,12 @@ struct adamw_float32_amsgrad_2 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2243,9 +2247,9 @@ struct adamw_float32_amsgrad_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row
-        {7, -1, 4, EIGHTH, true, true, NONE, 3},  // max_exp_avg_sq
+        {7, -1, 4, EIGHTH, true, true, NONE, 3},  // max_exp_avg_sq_codes
         {8, -1, 4, ROW, true, false, NONE, 4},  // max_exp_avg_sq_row
         {11, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col_spread
         {17, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_top
@@ -2259,9 +2263,9 @@ struct adamw_float32_amsgrad_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[1];              // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[1];        // 4-bit codes [n]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[2];      // float32 [row]  read
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[3];    // 4-bit codes [n]  read and written
         const float *__restrict max_exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
         // float32 [col]  read
         const float *__restrict exp_avg_sq_col_spread_at = (const float *)at[5];
@@ -2276,25 +2280,25 @@ struct adamw_float32_amsgrad_6 {
         const float *__restrict max_exp_avg_sq_col_top_spread_at = (const float *)at[10];
         const F scalar_2(known.scalars[3]);
         const F beta2_times_0p0625(known.scalars[4]);
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
@@ -2310,15 +2314,15 @@ struct adamw_float32_amsgrad_6 {
                 const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(max_exp_avg_sq_row_top_at + (i & row_mask)), load(max_exp_avg_sq_col_top_spread_at + i)));
                 const F max_exp_avg_sq_exact = 16.0f * (max_exp_avg_sq / max_exp_avg_sq_divisor);
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2364,11 +2368,11 @@ struct adamw_bfloat16_amsgrad_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
-        {7, -1, 4, EIGHTH, true, false, NONE, 6},  // max_exp_avg_sq
+        {7, -1, 4, EIGHTH, true, false, NONE, 6},  // max_exp_avg_sq_codes
         {8, -1, 4, ROW, true, false, NONE, 7},  // max_exp_avg_sq_row
         {12, 20, 4, ROW, false, true, LARGEST, 8},  // row_max_for_exp_avg_sq_row_top
         {13, 21, 4, COLUMN, false, true, LARGEST, 8},  // col_max_for_exp_avg_sq_col_top
@@ -2389,12 +2393,13 @@ struct adamw_bfloat16_amsgrad_2 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
-        const uint8_t *__restrict exp_avg_sq_packed = (const uint8_t *)at[4];  // 4-bit codes [n]  read
+        // 4-bit codes [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_packed = (const uint8_t *)at[4];
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];      // float32 [row]  read
         // 4-bit codes [n]  read
-        const uint8_t *__restrict max_exp_avg_sq_packed = (const uint8_t *)at[6];
+        const uint8_t *__restrict max_exp_avg_sq_codes_packed = (const uint8_t *)at[6];
         const float *__restrict max_exp_avg_sq_row_at = (const float *)at[7];  // float32 [row]  read
         float *__restrict row_max_for_exp_avg_sq_row_top_at = (float *)at[8];  // float32 [row]  for row_max
         // float32 [row]  for row_max
@@ -2410,12 +2415,12 @@ struct adamw_bfloat16_amsgrad_2 {
         const F beta2_times_0p0625(known.scalars[4]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -2433,14 +2438,14 @@ struct adamw_bfloat16_amsgrad_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
             fetch<BLOCK>(g_at, b);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
@@ -2470,13 +2475,13 @@ struct adamw_bfloat16_amsgrad_2 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -2501,7 +2506,7 @@ struct adamw_bfloat16_amsgrad_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2510,12 +2515,12 @@ struct adamw_bfloat16_amsgrad_2 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2528,9 +2533,9 @@ struct adamw_bfloat16_amsgrad_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, true, NONE, 1},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 2},  // exp_avg_sq_row
-        {7, -1, 4, EIGHTH, true, true, NONE, 3},  // max_exp_avg_sq
+        {7, -1, 4, EIGHTH, true, true, NONE, 3},  // max_exp_avg_sq_codes
         {8, -1, 4, ROW, true, false, NONE, 4},  // max_exp_avg_sq_row
         {11, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col_spread
         {17, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_top
@@ -2544,9 +2549,9 @@ struct adamw_bfloat16_amsgrad_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[1];              // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[1];        // 4-bit codes [n]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[2];      // float32 [row]  read
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[3];          // 4-bit codes [n]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[3];    // 4-bit codes [n]  read and written
         const float *__restrict max_exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
         // float32 [col]  read
         const float *__restrict exp_avg_sq_col_spread_at = (const float *)at[5];
@@ -2561,25 +2566,25 @@ struct adamw_bfloat16_amsgrad_6 {
         const float *__restrict max_exp_avg_sq_col_top_spread_at = (const float *)at[10];
         const F scalar_2(known.scalars[3]);
         const F beta2_times_0p0625(known.scalars[4]);
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
@@ -2596,15 +2601,15 @@ struct adamw_bfloat16_amsgrad_6 {
                 const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(max_exp_avg_sq_row_top_at + (i & row_mask)), load(max_exp_avg_sq_col_top_spread_at + i)));
                 const F max_exp_avg_sq_exact = 16.0f * (max_exp_avg_sq / max_exp_avg_sq_divisor);
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2618,11 +2623,11 @@ struct adamw_float16_amsgrad_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq
+        {4, -1, 4, EIGHTH, true, false, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 4, ROW, true, false, NONE, 5},  // exp_avg_sq_row
-        {7, -1, 4, EIGHTH, true, false, NONE, 6},  // max_exp_avg_sq
+        {7, -1, 4, EIGHTH, true, false, NONE, 6},  // max_exp_avg_sq_codes
         {8, -1, 4, ROW, true, false, NONE, 7},  // max_exp_avg_sq_row
         {12, 20, 4, ROW, false, true, LARGEST, 8},  // row_max_for_exp_avg_sq_row_top
         {13, 21, 4, COLUMN, false, true, LARGEST, 8},  // col_max_for_exp_avg_sq_col_top
@@ -2643,12 +2648,13 @@ struct adamw_float16_amsgrad_2 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
-        const uint8_t *__restrict exp_avg_sq_packed = (const uint8_t *)at[4];  // 4-bit codes [n]  read
+        // 4-bit codes [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_packed = (const uint8_t *)at[4];
         const float *__restrict exp_avg_sq_row_at = (const float *)at[5];      // float32 [row]  read
         // 4-bit codes [n]  read
-        const uint8_t *__restrict max_exp_avg_sq_packed = (const uint8_t *)at[6];
+        const uint8_t *__restrict max_exp_avg_sq_codes_packed = (const uint8_t *)at[6];
         const float *__restrict max_exp_avg_sq_row_at = (const float *)at[7];  // float32 [row]  read
         float *__restrict row_max_for_exp_avg_sq_row_top_at = (float *)at[8];  // float32 [row]  for row_max
         // float32 [row]  for row_max
@@ -2664,12 +2670,12 @@ struct adamw_float16_amsgrad_2 {
         const F beta2_times_0p0625(known.scalars[4]);
         const F scalar_4(known.scalars[5]);
         const F scalar_5(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -2687,14 +2693,14 @@ struct adamw_float16_amsgrad_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
             fetch<BLOCK>(g_at, b);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
@@ -2724,13 +2730,13 @@ struct adamw_float16_amsgrad_2 {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -2753,7 +2759,7 @@ struct adamw_float16_amsgrad_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2762,12 +2768,12 @@ struct adamw_float16_amsgrad_2 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2779,9 +2785,9 @@ struct adamw_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
-        {4, EIGHTH},  // exp_avg_sq
+        {4, EIGHTH},  // exp_avg_sq_codes
         {4, ROW},  // exp_avg_sq_row
         {4, AXIS},  // exp_avg_sq_col
         {4, COLUMN},  // exp_avg_sq_col_spread
@@ -2811,9 +2817,9 @@ struct adamw_bfloat16 {
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
-        {4, EIGHTH},  // exp_avg_sq
+        {4, EIGHTH},  // exp_avg_sq_codes
         {4, ROW},  // exp_avg_sq_row
         {4, AXIS},  // exp_avg_sq_col
         {4, COLUMN},  // exp_avg_sq_col_spread
@@ -2843,9 +2849,9 @@ struct adamw_float16 {
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
-        {4, EIGHTH},  // exp_avg_sq
+        {4, EIGHTH},  // exp_avg_sq_codes
         {4, ROW},  // exp_avg_sq_row
         {4, AXIS},  // exp_avg_sq_col
         {4, COLUMN},  // exp_avg_sq_col_spread
@@ -2875,12 +2881,12 @@ struct adamw_float32_amsgrad {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
-        {4, EIGHTH},  // exp_avg_sq
+        {4, EIGHTH},  // exp_avg_sq_codes
         {4, ROW},  // exp_avg_sq_row
         {4, AXIS},  // exp_avg_sq_col
-        {4, EIGHTH},  // max_exp_avg_sq
+        {4, EIGHTH},  // max_exp_avg_sq_codes
         {4, ROW},  // max_exp_avg_sq_row
         {4, AXIS},  // max_exp_avg_sq_col
         {4, COLUMN},  // max_exp_avg_sq_col_spread
@@ -2917,12 +2923,12 @@ struct adamw_bfloat16_amsgrad {
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
-        {4, EIGHTH},  // exp_avg_sq
+        {4, EIGHTH},  // exp_avg_sq_codes
         {4, ROW},  // exp_avg_sq_row
         {4, AXIS},  // exp_avg_sq_col
-        {4, EIGHTH},  // max_exp_avg_sq
+        {4, EIGHTH},  // max_exp_avg_sq_codes
         {4, ROW},  // max_exp_avg_sq_row
         {4, AXIS},  // max_exp_avg_sq_col
         {4, COLUMN},  // max_exp_avg_sq_col_spread
@@ -2959,12 +2965,12 @@ struct adamw_float16_amsgrad {
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
-        {4, EIGHTH},  // exp_avg_sq
+        {4, EIGHTH},  // exp_avg_sq_codes
         {4, ROW},  // exp_avg_sq_row
         {4, AXIS},  // exp_avg_sq_col
-        {4, EIGHTH},  // max_exp_avg_sq
+        {4, EIGHTH},  // max_exp_avg_sq_codes
         {4, ROW},  // max_exp_avg_sq_row
         {4, AXIS},  // max_exp_avg_sq_col
         {4, COLUMN},  // max_exp_avg_sq_col_spread

@@ -36,10 +36,10 @@ dynamic4_ends_7d5a18a9 = (
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None, dims=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None, dims=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -61,13 +61,13 @@ def adamw_float32(
     b = Blocks(p_tensor, 128, place)
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -91,7 +91,7 @@ def adamw_float32(
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(exp_avg_sq)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
     # == row: values of rows
@@ -116,7 +116,7 @@ def adamw_float32(
 
     # == sweep 2: the update
     # -- load and decode
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -135,7 +135,7 @@ def adamw_float32(
     exp_avg_sq_divisor = smaller(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -178,9 +178,10 @@ def adamw_float32_small(
 
 
 def adamw_float32_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -193,13 +194,13 @@ def adamw_float32_vector(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -223,17 +224,17 @@ def adamw_float32_vector(
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None, dims=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None, dims=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -256,13 +257,13 @@ def adamw_bfloat16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -288,7 +289,7 @@ def adamw_bfloat16(
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(exp_avg_sq)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
     # == row: values of rows
@@ -313,7 +314,7 @@ def adamw_bfloat16(
 
     # == sweep 2: the update
     # -- load and decode
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -332,7 +333,7 @@ def adamw_bfloat16(
     exp_avg_sq_divisor = smaller(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -378,9 +379,10 @@ def adamw_bfloat16_small(
 
 
 def adamw_bfloat16_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -394,13 +396,13 @@ def adamw_bfloat16_vector(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -426,17 +428,17 @@ def adamw_bfloat16_vector(
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
 def adamw_float16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-    place=None, dims=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None, dims=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -459,13 +461,13 @@ def adamw_float16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -489,7 +491,7 @@ def adamw_float16(
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(exp_avg_sq)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
     # == row: values of rows
@@ -514,7 +516,7 @@ def adamw_float16(
 
     # == sweep 2: the update
     # -- load and decode
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -533,7 +535,7 @@ def adamw_float16(
     exp_avg_sq_divisor = smaller(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -577,9 +579,10 @@ def adamw_float16_small(
 
 
 def adamw_float16_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -593,13 +596,13 @@ def adamw_float16_vector(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -623,17 +626,18 @@ def adamw_float16_vector(
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None, dims=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_row_tensor,
+    max_exp_avg_sq_col_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None, dims=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -657,13 +661,13 @@ def adamw_float32_amsgrad(
     b = Blocks(p_tensor, 128, place)
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -671,7 +675,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
     max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -699,7 +703,7 @@ def adamw_float32_amsgrad(
     row_max_for_max_exp_avg_sq_row_top_tensor = b.row_max(max_exp_avg_sq)
     col_max_for_max_exp_avg_sq_col_top_tensor = b.col_max(max_exp_avg_sq)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
     # == row: values of rows
@@ -732,7 +736,7 @@ def adamw_float32_amsgrad(
 
     # == sweep 2: the update
     # -- load and decode
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -744,7 +748,7 @@ def adamw_float32_amsgrad(
     g = grad_scale * g
     exp_avg_sq_row_top = b.spread(exp_avg_sq_row_top_tensor)
     exp_avg_sq_col_top_spread = b.spread(exp_avg_sq_col_top_spread_tensor)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -766,8 +770,8 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_divisor = smaller(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
-    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -817,10 +821,10 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_float32_amsgrad_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -833,19 +837,19 @@ def adamw_float32_amsgrad_vector(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -875,19 +879,20 @@ def adamw_float32_amsgrad_vector(
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None, dims=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_row_tensor,
+    max_exp_avg_sq_col_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None, dims=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -912,13 +917,13 @@ def adamw_bfloat16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -926,7 +931,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
     max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -956,7 +961,7 @@ def adamw_bfloat16_amsgrad(
     row_max_for_max_exp_avg_sq_row_top_tensor = b.row_max(max_exp_avg_sq)
     col_max_for_max_exp_avg_sq_col_top_tensor = b.col_max(max_exp_avg_sq)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
     # == row: values of rows
@@ -989,7 +994,7 @@ def adamw_bfloat16_amsgrad(
 
     # == sweep 2: the update
     # -- load and decode
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1001,7 +1006,7 @@ def adamw_bfloat16_amsgrad(
     g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_row_top = b.spread(exp_avg_sq_row_top_tensor)
     exp_avg_sq_col_top_spread = b.spread(exp_avg_sq_col_top_spread_tensor)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -1023,8 +1028,8 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_divisor = smaller(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
-    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -1077,10 +1082,10 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -1094,19 +1099,19 @@ def adamw_bfloat16_amsgrad_vector(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1138,19 +1143,20 @@ def adamw_bfloat16_amsgrad_vector(
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None, dims=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_row_tensor, exp_avg_sq_col_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_row_tensor,
+    max_exp_avg_sq_col_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
+    stream_key, place=None, dims=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -1175,13 +1181,13 @@ def adamw_float16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -1189,7 +1195,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_col_spread = b.spread(max_exp_avg_sq_col_spread_tensor)
     max_exp_avg_sq_scale = smaller(max_exp_avg_sq_row, max_exp_avg_sq_col_spread)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1217,7 +1223,7 @@ def adamw_float16_amsgrad(
     row_max_for_max_exp_avg_sq_row_top_tensor = b.row_max(max_exp_avg_sq)
     col_max_for_max_exp_avg_sq_col_top_tensor = b.col_max(max_exp_avg_sq)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
     # == row: values of rows
@@ -1250,7 +1256,7 @@ def adamw_float16_amsgrad(
 
     # == sweep 2: the update
     # -- load and decode
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1262,7 +1268,7 @@ def adamw_float16_amsgrad(
     g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_row_top = b.spread(exp_avg_sq_row_top_tensor)
     exp_avg_sq_col_top_spread = b.spread(exp_avg_sq_col_top_spread_tensor)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -1284,8 +1290,8 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_divisor = smaller(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
-    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -1336,10 +1342,10 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float16_amsgrad_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -1353,19 +1359,19 @@ def adamw_float16_amsgrad_vector(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1395,16 +1401,16 @@ def adamw_float16_amsgrad_vector(
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_row_tensor,
     exp_avg_sq_col_tensor, dims=None,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1412,11 +1418,11 @@ def adamw_float32_decode(
     exp_avg_sq_col = exp_avg_sq_col_tensor
     exp_avg_sq_col_spread_tensor = axis_min(exp_avg_sq_col, dims)
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1442,7 +1448,7 @@ def adamw_float32_encode(values, dims=None):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p)
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(in_exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(in_exp_avg_sq)
@@ -1462,11 +1468,11 @@ def adamw_float32_encode(values, dims=None):
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -1497,16 +1503,16 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_float32_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1535,15 +1541,15 @@ def adamw_float32_vector_encode(values):
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
 
 def adamw_bfloat16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_row_tensor,
     exp_avg_sq_col_tensor, dims=None,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1552,11 +1558,11 @@ def adamw_bfloat16_decode(
     exp_avg_sq_col_spread_tensor = axis_min(exp_avg_sq_col, dims)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1584,7 +1590,7 @@ def adamw_bfloat16_encode(values, dims=None):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(in_exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(in_exp_avg_sq)
@@ -1604,11 +1610,11 @@ def adamw_bfloat16_encode(values, dims=None):
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -1642,17 +1648,17 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_bfloat16_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1683,15 +1689,15 @@ def adamw_bfloat16_vector_encode(values):
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
 
 def adamw_float16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_row_tensor,
     exp_avg_sq_col_tensor, dims=None,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1700,11 +1706,11 @@ def adamw_float16_decode(
     exp_avg_sq_col_spread_tensor = axis_min(exp_avg_sq_col, dims)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1730,7 +1736,7 @@ def adamw_float16_encode(values, dims=None):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p.to(torch.float16))
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(in_exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(in_exp_avg_sq)
@@ -1750,11 +1756,11 @@ def adamw_float16_encode(values, dims=None):
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -1786,17 +1792,17 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float16_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1825,16 +1831,16 @@ def adamw_float16_vector_encode(values):
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_row_tensor,
+    exp_avg_sq_col_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
     dims=None,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1844,11 +1850,11 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_col_spread_tensor = axis_min(max_exp_avg_sq_col, dims)
     exp_avg_sq_col_spread_tensor = axis_min(exp_avg_sq_col, dims)
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1856,7 +1862,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
     exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -1884,7 +1890,7 @@ def adamw_float32_amsgrad_encode(values, dims=None):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p)
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(in_exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(in_exp_avg_sq)
@@ -1920,14 +1926,14 @@ def adamw_float32_amsgrad_encode(values, dims=None):
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
-        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -1962,23 +1968,23 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_float32_amsgrad_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -2013,18 +2019,18 @@ def adamw_float32_amsgrad_vector_encode(values):
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_row_tensor,
+    exp_avg_sq_col_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
     dims=None,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2035,11 +2041,11 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_col_spread_tensor = axis_min(exp_avg_sq_col, dims)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -2047,7 +2053,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
     exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -2077,7 +2083,7 @@ def adamw_bfloat16_amsgrad_encode(values, dims=None):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(in_exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(in_exp_avg_sq)
@@ -2113,14 +2119,14 @@ def adamw_bfloat16_amsgrad_encode(values, dims=None):
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
-        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -2158,24 +2164,24 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -2212,18 +2218,18 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_row_tensor,
-    exp_avg_sq_col_tensor, max_exp_avg_sq_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_row_tensor,
+    exp_avg_sq_col_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
     dims=None,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2234,11 +2240,11 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_col_spread_tensor = axis_min(exp_avg_sq_col, dims)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -2246,7 +2252,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_col_spread = b.spread(exp_avg_sq_col_spread_tensor)
     exp_avg_sq_scale = smaller(exp_avg_sq_row, exp_avg_sq_col_spread)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -2274,7 +2280,7 @@ def adamw_float16_amsgrad_encode(values, dims=None):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p.to(torch.float16))
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(in_exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(in_exp_avg_sq)
@@ -2310,14 +2316,14 @@ def adamw_float16_amsgrad_encode(values, dims=None):
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
-        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
     }
 
 
@@ -2353,24 +2359,24 @@ def adamw_float16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -2405,10 +2411,10 @@ def adamw_float16_amsgrad_vector_encode(values):
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }

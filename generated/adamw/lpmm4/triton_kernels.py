@@ -64,7 +64,7 @@ def adamw_float32_1(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def adamw_float32_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
     exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight,
     live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
@@ -73,9 +73,9 @@ def adamw_float32_2_tile(
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -105,7 +105,7 @@ def adamw_float32_2_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True)
 
 
@@ -121,9 +121,9 @@ def adamw_float32_2(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -149,9 +149,9 @@ def adamw_float32_2(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
     row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 15)) + top
     col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
@@ -168,8 +168,8 @@ def adamw_float32_2(
     for tile in range(full):
         start = tile * ROWS
         exp_avg_sq_term = adamw_float32_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
             scalar_4, scalar_5, False,
@@ -177,17 +177,17 @@ def adamw_float32_2(
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term = adamw_float32_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term = adamw_float32_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -195,8 +195,8 @@ def adamw_float32_2(
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term = adamw_float32_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -214,8 +214,8 @@ def adamw_float32_2(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         exp_avg_sq_term = adamw_float32_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -227,11 +227,11 @@ def adamw_float32_2(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         exp_avg_sq_term = adamw_float32_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
@@ -240,8 +240,8 @@ def adamw_float32_2(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         exp_avg_sq_term = adamw_float32_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -253,8 +253,8 @@ def adamw_float32_2(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         exp_avg_sq_term = adamw_float32_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -282,9 +282,9 @@ def adamw_float32_2_flat(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, False)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
@@ -311,7 +311,7 @@ def adamw_float32_2_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         exp_avg_sq_term = adamw_float32_2_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
             scalar_4, scalar_5, True,
@@ -411,14 +411,14 @@ def adamw_float32_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
 
 @triton.jit
 def adamw_float32_6_tile(
-    g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
+    g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
     exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight,
     live_row, live_col, scalar_2, beta2_times_0p0625, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -434,7 +434,7 @@ def adamw_float32_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -446,7 +446,7 @@ def adamw_float32_6(
     item = work + 2 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, ALIGNED)   # float32 [rows]  read
@@ -471,7 +471,7 @@ def adamw_float32_6(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_spread_ptr += matrix * columns + left
     exp_avg_sq_row_top_ptr += top
@@ -484,24 +484,24 @@ def adamw_float32_6(
     for tile in range(full):
         start = tile * ROWS
         adamw_float32_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_float32_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
             at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
             False,
         )
         adamw_float32_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
             False,
         )
         adamw_float32_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
             False,
@@ -514,7 +514,7 @@ def adamw_float32_6(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float32_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625,
             True,
@@ -524,7 +524,7 @@ def adamw_float32_6(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float32_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
             at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
             beta2_times_0p0625, True,
@@ -534,7 +534,7 @@ def adamw_float32_6(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_float32_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
             beta2_times_0p0625, True,
@@ -544,7 +544,7 @@ def adamw_float32_6(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_float32_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
             beta2_times_0p0625, True,
@@ -560,7 +560,7 @@ def adamw_float32_6_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, False)   # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, False)     # float32 [rows]  read
@@ -586,7 +586,7 @@ def adamw_float32_6_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float32_6_tile(
-            g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
+            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
             exp_avg_sq_col_top_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
             live, scalar_2, beta2_times_0p0625, True,
         )
@@ -699,18 +699,18 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_float32_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -738,14 +738,14 @@ def adamw_float32_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -761,9 +761,9 @@ def adamw_float32_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -787,8 +787,8 @@ def adamw_float32_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float32_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
     else:
@@ -800,17 +800,17 @@ def adamw_float32_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -823,16 +823,17 @@ def adamw_float32_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
 @triton.jit
 def adamw_bfloat16_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
     exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight,
     live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
@@ -841,9 +842,9 @@ def adamw_bfloat16_2_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -877,7 +878,7 @@ def adamw_bfloat16_2_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True)
 
 
@@ -893,9 +894,9 @@ def adamw_bfloat16_2(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -921,9 +922,9 @@ def adamw_bfloat16_2(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
     row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 15)) + top
     col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
@@ -940,8 +941,8 @@ def adamw_bfloat16_2(
     for tile in range(full):
         start = tile * ROWS
         exp_avg_sq_term = adamw_bfloat16_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
             scalar_4, scalar_5, False,
@@ -949,17 +950,17 @@ def adamw_bfloat16_2(
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -967,8 +968,8 @@ def adamw_bfloat16_2(
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -986,8 +987,8 @@ def adamw_bfloat16_2(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         exp_avg_sq_term = adamw_bfloat16_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -999,11 +1000,11 @@ def adamw_bfloat16_2(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         exp_avg_sq_term = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
@@ -1012,8 +1013,8 @@ def adamw_bfloat16_2(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         exp_avg_sq_term = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -1025,8 +1026,8 @@ def adamw_bfloat16_2(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         exp_avg_sq_term = adamw_bfloat16_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -1054,9 +1055,9 @@ def adamw_bfloat16_2_flat(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, False)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
@@ -1083,7 +1084,7 @@ def adamw_bfloat16_2_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         exp_avg_sq_term = adamw_bfloat16_2_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
             scalar_4, scalar_5, True,
@@ -1093,14 +1094,14 @@ def adamw_bfloat16_2_flat(
 
 @triton.jit
 def adamw_bfloat16_6_tile(
-    g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
+    g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
     exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight,
     live_row, live_col, scalar_2, beta2_times_0p0625, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1117,7 +1118,7 @@ def adamw_bfloat16_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1129,7 +1130,7 @@ def adamw_bfloat16_6(
     item = work + 2 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, ALIGNED)   # float32 [rows]  read
@@ -1154,7 +1155,7 @@ def adamw_bfloat16_6(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_spread_ptr += matrix * columns + left
     exp_avg_sq_row_top_ptr += top
@@ -1167,24 +1168,24 @@ def adamw_bfloat16_6(
     for tile in range(full):
         start = tile * ROWS
         adamw_bfloat16_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
             at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
             False,
         )
         adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
             False,
         )
         adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
             False,
@@ -1197,7 +1198,7 @@ def adamw_bfloat16_6(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_bfloat16_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625,
             True,
@@ -1207,7 +1208,7 @@ def adamw_bfloat16_6(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
             at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
             beta2_times_0p0625, True,
@@ -1217,7 +1218,7 @@ def adamw_bfloat16_6(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
             beta2_times_0p0625, True,
@@ -1227,7 +1228,7 @@ def adamw_bfloat16_6(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_bfloat16_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
             beta2_times_0p0625, True,
@@ -1243,7 +1244,7 @@ def adamw_bfloat16_6_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, False)   # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, False)     # float32 [rows]  read
@@ -1269,7 +1270,7 @@ def adamw_bfloat16_6_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_bfloat16_6_tile(
-            g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
+            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
             exp_avg_sq_col_top_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
             live, scalar_2, beta2_times_0p0625, True,
         )
@@ -1354,18 +1355,18 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_bfloat16_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1397,14 +1398,14 @@ def adamw_bfloat16_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1420,9 +1421,9 @@ def adamw_bfloat16_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -1446,8 +1447,8 @@ def adamw_bfloat16_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_bfloat16_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
     else:
@@ -1459,17 +1460,17 @@ def adamw_bfloat16_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -1482,16 +1483,17 @@ def adamw_bfloat16_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
 @triton.jit
 def adamw_float16_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
     exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight,
     live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
@@ -1500,9 +1502,9 @@ def adamw_float16_2_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1534,7 +1536,7 @@ def adamw_float16_2_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True)
 
 
@@ -1550,9 +1552,9 @@ def adamw_float16_2(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -1578,9 +1580,9 @@ def adamw_float16_2(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
     row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 15)) + top
     col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
@@ -1597,8 +1599,8 @@ def adamw_float16_2(
     for tile in range(full):
         start = tile * ROWS
         exp_avg_sq_term = adamw_float16_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
             scalar_4, scalar_5, False,
@@ -1606,17 +1608,17 @@ def adamw_float16_2(
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term = adamw_float16_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
-            lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at,
+            at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term = adamw_float16_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -1624,8 +1626,8 @@ def adamw_float16_2(
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term = adamw_float16_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -1643,8 +1645,8 @@ def adamw_float16_2(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         exp_avg_sq_term = adamw_float16_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -1656,11 +1658,11 @@ def adamw_float16_2(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         exp_avg_sq_term = adamw_float16_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
-            live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live,
+            live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
@@ -1669,8 +1671,8 @@ def adamw_float16_2(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         exp_avg_sq_term = adamw_float16_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -1682,8 +1684,8 @@ def adamw_float16_2(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         exp_avg_sq_term = adamw_float16_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -1711,9 +1713,9 @@ def adamw_float16_2_flat(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 12, tl.float32, False)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
@@ -1740,7 +1742,7 @@ def adamw_float16_2_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         exp_avg_sq_term = adamw_float16_2_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
             scalar_4, scalar_5, True,
@@ -1750,14 +1752,14 @@ def adamw_float16_2_flat(
 
 @triton.jit
 def adamw_float16_6_tile(
-    g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
+    g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
     exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight,
     live_row, live_col, scalar_2, beta2_times_0p0625, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1774,7 +1776,7 @@ def adamw_float16_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1786,7 +1788,7 @@ def adamw_float16_6(
     item = work + 2 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, ALIGNED)   # float32 [rows]  read
@@ -1811,7 +1813,7 @@ def adamw_float16_6(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_spread_ptr += matrix * columns + left
     exp_avg_sq_row_top_ptr += top
@@ -1824,24 +1826,24 @@ def adamw_float16_6(
     for tile in range(full):
         start = tile * ROWS
         adamw_float16_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_float16_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
             at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
             False,
         )
         adamw_float16_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
             False,
         )
         adamw_float16_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625,
             False,
@@ -1854,7 +1856,7 @@ def adamw_float16_6(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float16_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, at, at_block,
             at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625,
             True,
@@ -1864,7 +1866,7 @@ def adamw_float16_6(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float16_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512, at,
             at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
             beta2_times_0p0625, True,
@@ -1874,7 +1876,7 @@ def adamw_float16_6(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_float16_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
             beta2_times_0p0625, True,
@@ -1884,7 +1886,7 @@ def adamw_float16_6(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_float16_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, scalar_2,
             beta2_times_0p0625, True,
@@ -1900,7 +1902,7 @@ def adamw_float16_6_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 7, tl.float32, False)   # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 10, tl.float32, False)     # float32 [rows]  read
@@ -1926,7 +1928,7 @@ def adamw_float16_6_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float16_6_tile(
-            g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
+            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr,
             exp_avg_sq_col_top_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
             live, scalar_2, beta2_times_0p0625, True,
         )
@@ -2009,18 +2011,18 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float16_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -2050,14 +2052,14 @@ def adamw_float16_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2073,9 +2075,9 @@ def adamw_float16_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -2099,8 +2101,8 @@ def adamw_float16_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float16_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
     else:
@@ -2112,17 +2114,17 @@ def adamw_float16_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -2135,10 +2137,11 @@ def adamw_float16_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -2190,18 +2193,19 @@ def adamw_float32_amsgrad_1(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def adamw_float32_amsgrad_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight,
-    at_row, at_col, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr,
+    max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight,
+    live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -2209,7 +2213,7 @@ def adamw_float32_amsgrad_2_tile(
     max_exp_avg_sq_col_spread = get(max_exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_scale = tl.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = 0.0625 * (max_exp_avg_sq_code * max_exp_avg_sq_scale)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -2241,7 +2245,7 @@ def adamw_float32_amsgrad_2_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
 
@@ -2257,11 +2261,11 @@ def adamw_float32_amsgrad_2(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, ALIGNED)          # 4-bit codes [n]  read
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2290,11 +2294,11 @@ def adamw_float32_amsgrad_2(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_ptr += top * eights + left // 8
+    max_exp_avg_sq_codes_ptr += top * eights + left // 8
     max_exp_avg_sq_row_ptr += top
     row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 25)) + top
     col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
@@ -2318,9 +2322,9 @@ def adamw_float32_amsgrad_2(
     for tile in range(full):
         start = tile * ROWS
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
             lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -2330,36 +2334,39 @@ def adamw_float32_amsgrad_2(
         max_exp_avg_sq_term_0 = max_exp_avg_sq_term
         max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         max_exp_avg_sq_term_1 = max_exp_avg_sq_term
         max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
         max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
@@ -2378,9 +2385,9 @@ def adamw_float32_amsgrad_2(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
             live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -2394,12 +2401,13 @@ def adamw_float32_amsgrad_2(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
@@ -2410,12 +2418,13 @@ def adamw_float32_amsgrad_2(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
@@ -2426,12 +2435,13 @@ def adamw_float32_amsgrad_2(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
@@ -2464,11 +2474,11 @@ def adamw_float32_amsgrad_2_flat(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, False)            # 4-bit codes [n]  read
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
@@ -2499,10 +2509,11 @@ def adamw_float32_amsgrad_2_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float32_amsgrad_2_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr,
-            max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, max_exp_avg_sq_col_spread_ptr, at, block, at_eight,
-            at_row, at_col, live, live_block, live_eight, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
+            max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr,
+            max_exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
+            live, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            beta2_times_0p0625, scalar_4, scalar_5, True,
         )
         put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
         put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
@@ -2632,7 +2643,7 @@ def adamw_float32_amsgrad_3(table, work, LANES: tl.constexpr, ROUND: tl.constexp
 
 @triton.jit
 def adamw_float32_amsgrad_6_tile(
-    g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_row_ptr,
+    g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr,
     exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr, exp_avg_sq_col_top_spread_ptr,
     max_exp_avg_sq_col_spread_ptr, max_exp_avg_sq_row_top_ptr, max_exp_avg_sq_col_top_spread_ptr, at,
     at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, scalar_2,
@@ -2641,7 +2652,7 @@ def adamw_float32_amsgrad_6_tile(
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -2650,7 +2661,7 @@ def adamw_float32_amsgrad_6_tile(
     exp_avg_sq_scale = tl.minimum(exp_avg_sq_row, exp_avg_sq_col_spread, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_row_top = get(exp_avg_sq_row_top_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_top_spread = get(exp_avg_sq_col_top_spread_ptr, at_col, live_col, MASKED)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -2669,11 +2680,11 @@ def adamw_float32_amsgrad_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2685,9 +2696,9 @@ def adamw_float32_amsgrad_6(
     item = work + 2 * tl.program_id(0)
     row = table + 39 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, ALIGNED)   # float32 [rows]  read
@@ -2715,9 +2726,9 @@ def adamw_float32_amsgrad_6(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_ptr += top * eights + left // 8
+    max_exp_avg_sq_codes_ptr += top * eights + left // 8
     max_exp_avg_sq_row_ptr += top
     exp_avg_sq_col_spread_ptr += matrix * columns + left
     exp_avg_sq_row_top_ptr += top
@@ -2733,31 +2744,31 @@ def adamw_float32_amsgrad_6(
     for tile in range(full):
         start = tile * ROWS
         adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
             max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
             at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
             at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
@@ -2771,8 +2782,8 @@ def adamw_float32_amsgrad_6(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
@@ -2782,8 +2793,8 @@ def adamw_float32_amsgrad_6(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
             max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block,
@@ -2794,8 +2805,8 @@ def adamw_float32_amsgrad_6(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live, live_block,
@@ -2806,8 +2817,8 @@ def adamw_float32_amsgrad_6(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_float32_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live, live_block,
@@ -2824,9 +2835,9 @@ def adamw_float32_amsgrad_6_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 39 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, False)            # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, False)     # float32 [rows]  read
@@ -2855,7 +2866,7 @@ def adamw_float32_amsgrad_6_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float32_amsgrad_6_tile(
-            g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_row_ptr,
+            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr,
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr, exp_avg_sq_col_top_spread_ptr,
             max_exp_avg_sq_col_spread_ptr, max_exp_avg_sq_row_top_ptr, max_exp_avg_sq_col_top_spread_ptr, at, block,
             at_eight, at_row, at_col, live, live_block, live_eight, live, live, scalar_2, beta2_times_0p0625, True,
@@ -2987,26 +2998,26 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_float32_amsgrad_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -3036,21 +3047,21 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3066,11 +3077,11 @@ def adamw_float32_amsgrad_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -3094,9 +3105,9 @@ def adamw_float32_amsgrad_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
+                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
                 scalar_4, scalar_5, True,
             )
     else:
@@ -3108,21 +3119,21 @@ def adamw_float32_amsgrad_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -3135,28 +3146,30 @@ def adamw_float32_amsgrad_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
 @triton.jit
 def adamw_bfloat16_amsgrad_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight,
-    at_row, at_col, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr,
+    max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight,
+    live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -3164,7 +3177,7 @@ def adamw_bfloat16_amsgrad_2_tile(
     max_exp_avg_sq_col_spread = get(max_exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_scale = tl.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = 0.0625 * (max_exp_avg_sq_code * max_exp_avg_sq_scale)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -3200,7 +3213,7 @@ def adamw_bfloat16_amsgrad_2_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
 
@@ -3216,11 +3229,11 @@ def adamw_bfloat16_amsgrad_2(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, ALIGNED)          # 4-bit codes [n]  read
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -3249,11 +3262,11 @@ def adamw_bfloat16_amsgrad_2(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_ptr += top * eights + left // 8
+    max_exp_avg_sq_codes_ptr += top * eights + left // 8
     max_exp_avg_sq_row_ptr += top
     row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 25)) + top
     col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
@@ -3277,9 +3290,9 @@ def adamw_bfloat16_amsgrad_2(
     for tile in range(full):
         start = tile * ROWS
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
             lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -3289,36 +3302,39 @@ def adamw_bfloat16_amsgrad_2(
         max_exp_avg_sq_term_0 = max_exp_avg_sq_term
         max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         max_exp_avg_sq_term_1 = max_exp_avg_sq_term
         max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
         max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
@@ -3337,9 +3353,9 @@ def adamw_bfloat16_amsgrad_2(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
             live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -3353,12 +3369,13 @@ def adamw_bfloat16_amsgrad_2(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
@@ -3369,12 +3386,13 @@ def adamw_bfloat16_amsgrad_2(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
@@ -3385,12 +3403,13 @@ def adamw_bfloat16_amsgrad_2(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
@@ -3423,11 +3442,11 @@ def adamw_bfloat16_amsgrad_2_flat(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, False)            # 4-bit codes [n]  read
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
@@ -3458,10 +3477,11 @@ def adamw_bfloat16_amsgrad_2_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_bfloat16_amsgrad_2_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr,
-            max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, max_exp_avg_sq_col_spread_ptr, at, block, at_eight,
-            at_row, at_col, live, live_block, live_eight, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
+            max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr,
+            max_exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
+            live, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            beta2_times_0p0625, scalar_4, scalar_5, True,
         )
         put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
         put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
@@ -3469,7 +3489,7 @@ def adamw_bfloat16_amsgrad_2_flat(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_6_tile(
-    g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_row_ptr,
+    g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr,
     exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr, exp_avg_sq_col_top_spread_ptr,
     max_exp_avg_sq_col_spread_ptr, max_exp_avg_sq_row_top_ptr, max_exp_avg_sq_col_top_spread_ptr, at,
     at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, scalar_2,
@@ -3478,7 +3498,7 @@ def adamw_bfloat16_amsgrad_6_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -3487,7 +3507,7 @@ def adamw_bfloat16_amsgrad_6_tile(
     exp_avg_sq_scale = tl.minimum(exp_avg_sq_row, exp_avg_sq_col_spread, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_row_top = get(exp_avg_sq_row_top_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_top_spread = get(exp_avg_sq_col_top_spread_ptr, at_col, live_col, MASKED)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -3507,11 +3527,11 @@ def adamw_bfloat16_amsgrad_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3523,9 +3543,9 @@ def adamw_bfloat16_amsgrad_6(
     item = work + 2 * tl.program_id(0)
     row = table + 39 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, ALIGNED)   # float32 [rows]  read
@@ -3553,9 +3573,9 @@ def adamw_bfloat16_amsgrad_6(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_ptr += top * eights + left // 8
+    max_exp_avg_sq_codes_ptr += top * eights + left // 8
     max_exp_avg_sq_row_ptr += top
     exp_avg_sq_col_spread_ptr += matrix * columns + left
     exp_avg_sq_row_top_ptr += top
@@ -3571,31 +3591,31 @@ def adamw_bfloat16_amsgrad_6(
     for tile in range(full):
         start = tile * ROWS
         adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
             max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
             at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
             at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
@@ -3609,8 +3629,8 @@ def adamw_bfloat16_amsgrad_6(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
@@ -3620,8 +3640,8 @@ def adamw_bfloat16_amsgrad_6(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
             max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block,
@@ -3632,8 +3652,8 @@ def adamw_bfloat16_amsgrad_6(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live, live_block,
@@ -3644,8 +3664,8 @@ def adamw_bfloat16_amsgrad_6(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_bfloat16_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live, live_block,
@@ -3662,9 +3682,9 @@ def adamw_bfloat16_amsgrad_6_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 39 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, False)            # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, False)     # float32 [rows]  read
@@ -3693,7 +3713,7 @@ def adamw_bfloat16_amsgrad_6_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_bfloat16_amsgrad_6_tile(
-            g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_row_ptr,
+            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr,
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr, exp_avg_sq_col_top_spread_ptr,
             max_exp_avg_sq_col_spread_ptr, max_exp_avg_sq_row_top_ptr, max_exp_avg_sq_col_top_spread_ptr, at, block,
             at_eight, at_row, at_col, live, live_block, live_eight, live, live, scalar_2, beta2_times_0p0625, True,
@@ -3785,26 +3805,26 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -3838,21 +3858,21 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3868,11 +3888,11 @@ def adamw_bfloat16_amsgrad_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -3896,9 +3916,9 @@ def adamw_bfloat16_amsgrad_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
+                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
                 scalar_4, scalar_5, True,
             )
     else:
@@ -3910,21 +3930,21 @@ def adamw_bfloat16_amsgrad_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -3937,28 +3957,30 @@ def adamw_bfloat16_amsgrad_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
 @triton.jit
 def adamw_float16_amsgrad_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight,
-    at_row, at_col, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr,
+    max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight,
+    live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -3966,7 +3988,7 @@ def adamw_float16_amsgrad_2_tile(
     max_exp_avg_sq_col_spread = get(max_exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_scale = tl.minimum(max_exp_avg_sq_row, max_exp_avg_sq_col_spread, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = 0.0625 * (max_exp_avg_sq_code * max_exp_avg_sq_scale)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -4000,7 +4022,7 @@ def adamw_float16_amsgrad_2_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
 
@@ -4016,11 +4038,11 @@ def adamw_float16_amsgrad_2(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, ALIGNED)          # 4-bit codes [n]  read
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -4049,11 +4071,11 @@ def adamw_float16_amsgrad_2(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_ptr += top * eights + left // 8
+    max_exp_avg_sq_codes_ptr += top * eights + left // 8
     max_exp_avg_sq_row_ptr += top
     row_max_for_exp_avg_sq_row_top_ptr += number % panels * (rows * tl.load(row + 25)) + top
     col_max_for_exp_avg_sq_col_top_ptr += (number // panels).to(tl.int64) * columns + left
@@ -4077,9 +4099,9 @@ def adamw_float16_amsgrad_2(
     for tile in range(full):
         start = tile * ROWS
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row,
             lane, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -4089,36 +4111,39 @@ def adamw_float16_amsgrad_2(
         max_exp_avg_sq_term_0 = max_exp_avg_sq_term
         max_exp_avg_sq_terms_0 = down(max_exp_avg_sq_terms_0, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         max_exp_avg_sq_term_1 = max_exp_avg_sq_term
         max_exp_avg_sq_terms_1 = down(max_exp_avg_sq_terms_1, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
         max_exp_avg_sq_term_0 = larger(max_exp_avg_sq_term_0, max_exp_avg_sq_term)
         max_exp_avg_sq_terms_2 = down(max_exp_avg_sq_terms_2, tl.reshape(max_exp_avg_sq_term, [ROWS, 512]), True)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
-            lane, at, at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, False,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, False,
         )
         exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
@@ -4137,9 +4162,9 @@ def adamw_float16_amsgrad_2(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
-            exp_avg_scale_ptr + start * blocks, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
+            exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight,
             live_row, live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             beta2_times_0p0625, scalar_4, scalar_5, True,
@@ -4153,12 +4178,13 @@ def adamw_float16_amsgrad_2(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
-            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
+            exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 64,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_col_spread_ptr + 512, at,
+            at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
@@ -4169,12 +4195,13 @@ def adamw_float16_amsgrad_2(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
-            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_ptr + start * eights + 128,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
+            exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 128,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_col_spread_ptr + 1024,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
@@ -4185,12 +4212,13 @@ def adamw_float16_amsgrad_2(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
-            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_ptr + start * eights + 192,
-            exp_avg_sq_row_ptr + start, max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
-            exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row,
-            lane, live, live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
+            exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
+            exp_avg_sq_row_ptr + start, max_exp_avg_sq_codes_ptr + start * eights + 192,
+            max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_col_spread_ptr + 1536,
+            at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row, live_col, beta1,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+            scalar_4, scalar_5, True,
         )
         exp_avg_sq_term_1 = larger(exp_avg_sq_term_1, exp_avg_sq_term)
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term_1)
@@ -4223,11 +4251,11 @@ def adamw_float16_amsgrad_2_flat(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, False)            # 4-bit codes [n]  read
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
     row_max_for_exp_avg_sq_row_top_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
     col_max_for_exp_avg_sq_col_top_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
@@ -4258,10 +4286,11 @@ def adamw_float16_amsgrad_2_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         exp_avg_sq_term, max_exp_avg_sq_term = adamw_float16_amsgrad_2_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr,
-            max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr, max_exp_avg_sq_col_spread_ptr, at, block, at_eight,
-            at_row, at_col, live, live_block, live_eight, live, live, beta1, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
+            max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr, exp_avg_sq_col_spread_ptr,
+            max_exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live,
+            live, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            beta2_times_0p0625, scalar_4, scalar_5, True,
         )
         put(exp_avg_sq_term_ptr, at, exp_avg_sq_term, live, True)
         put(max_exp_avg_sq_term_ptr, at, max_exp_avg_sq_term, live, True)
@@ -4269,7 +4298,7 @@ def adamw_float16_amsgrad_2_flat(
 
 @triton.jit
 def adamw_float16_amsgrad_6_tile(
-    g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_row_ptr,
+    g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr,
     exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr, exp_avg_sq_col_top_spread_ptr,
     max_exp_avg_sq_col_spread_ptr, max_exp_avg_sq_row_top_ptr, max_exp_avg_sq_col_top_spread_ptr, at,
     at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col, scalar_2,
@@ -4278,7 +4307,7 @@ def adamw_float16_amsgrad_6_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -4287,7 +4316,7 @@ def adamw_float16_amsgrad_6_tile(
     exp_avg_sq_scale = tl.minimum(exp_avg_sq_row, exp_avg_sq_col_spread, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_row_top = get(exp_avg_sq_row_top_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_top_spread = get(exp_avg_sq_col_top_spread_ptr, at_col, live_col, MASKED)
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -4307,11 +4336,11 @@ def adamw_float16_amsgrad_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4323,9 +4352,9 @@ def adamw_float16_amsgrad_6(
     item = work + 2 * tl.program_id(0)
     row = table + 39 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, ALIGNED)    # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, ALIGNED)   # float32 [rows]  read
@@ -4353,9 +4382,9 @@ def adamw_float16_amsgrad_6(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    exp_avg_sq_ptr += top * eights + left // 8
+    exp_avg_sq_codes_ptr += top * eights + left // 8
     exp_avg_sq_row_ptr += top
-    max_exp_avg_sq_ptr += top * eights + left // 8
+    max_exp_avg_sq_codes_ptr += top * eights + left // 8
     max_exp_avg_sq_row_ptr += top
     exp_avg_sq_col_spread_ptr += matrix * columns + left
     exp_avg_sq_row_top_ptr += top
@@ -4371,31 +4400,31 @@ def adamw_float16_amsgrad_6(
     for tile in range(full):
         start = tile * ROWS
         adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, at, at_block, at_eight, at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
             max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
             at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
             at_row, lane, scalar_2, beta2_times_0p0625, False,
         )
         adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at, at_block, at_eight,
@@ -4409,8 +4438,8 @@ def adamw_float16_amsgrad_6(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns, exp_avg_sq_ptr + start * eights, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
+            g_ptr + start * columns, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights, max_exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr,
             exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr, max_exp_avg_sq_col_spread_ptr,
             max_exp_avg_sq_row_top_ptr + start, max_exp_avg_sq_col_top_spread_ptr, at, at_block, at_eight, at_row,
             lane, live, live_block, live_eight, live_row, live_col, scalar_2, beta2_times_0p0625, True,
@@ -4420,8 +4449,8 @@ def adamw_float16_amsgrad_6(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 512, exp_avg_sq_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 512, exp_avg_sq_codes_ptr + start * eights + 64, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 64, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 512, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 512,
             max_exp_avg_sq_col_spread_ptr + 512, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live, live_block,
@@ -4432,8 +4461,8 @@ def adamw_float16_amsgrad_6(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 1024, exp_avg_sq_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1024, exp_avg_sq_codes_ptr + start * eights + 128, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 128, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1024, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1024,
             max_exp_avg_sq_col_spread_ptr + 1024, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live, live_block,
@@ -4444,8 +4473,8 @@ def adamw_float16_amsgrad_6(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_float16_amsgrad_6_tile(
-            g_ptr + start * columns + 1536, exp_avg_sq_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
-            max_exp_avg_sq_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
+            g_ptr + start * columns + 1536, exp_avg_sq_codes_ptr + start * eights + 192, exp_avg_sq_row_ptr + start,
+            max_exp_avg_sq_codes_ptr + start * eights + 192, max_exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr + 1536, exp_avg_sq_row_top_ptr + start, exp_avg_sq_col_top_spread_ptr + 1536,
             max_exp_avg_sq_col_spread_ptr + 1536, max_exp_avg_sq_row_top_ptr + start,
             max_exp_avg_sq_col_top_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live, live_block,
@@ -4462,9 +4491,9 @@ def adamw_float16_amsgrad_6_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 39 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, False)                # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, False)          # 4-bit codes [n]  read and written
     exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)          # float32 [rows]  read
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.int32, False)            # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.int32, False)      # 4-bit codes [n]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)      # float32 [rows]  read
     exp_avg_sq_col_spread_ptr = pointer(row + 11, tl.float32, False)  # float32 [columns]  read
     exp_avg_sq_row_top_ptr = pointer(row + 17, tl.float32, False)     # float32 [rows]  read
@@ -4493,7 +4522,7 @@ def adamw_float16_amsgrad_6_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float16_amsgrad_6_tile(
-            g_ptr, exp_avg_sq_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_ptr, max_exp_avg_sq_row_ptr,
+            g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_row_ptr,
             exp_avg_sq_col_spread_ptr, exp_avg_sq_row_top_ptr, exp_avg_sq_col_top_spread_ptr,
             max_exp_avg_sq_col_spread_ptr, max_exp_avg_sq_row_top_ptr, max_exp_avg_sq_col_top_spread_ptr, at, block,
             at_eight, at_row, at_col, live, live_block, live_eight, live, live, scalar_2, beta2_times_0p0625, True,
@@ -4583,26 +4612,26 @@ def adamw_float16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -4634,21 +4663,21 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4664,11 +4693,11 @@ def adamw_float16_amsgrad_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -4692,9 +4721,9 @@ def adamw_float16_amsgrad_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
+                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
                 scalar_4, scalar_5, True,
             )
     else:
@@ -4706,21 +4735,21 @@ def adamw_float16_amsgrad_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -4733,11 +4762,12 @@ def adamw_float16_amsgrad_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 

@@ -77,13 +77,13 @@ struct adamw_float32_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                   // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];       // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -91,10 +91,10 @@ struct adamw_float32_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -125,9 +125,9 @@ struct adamw_float32_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -179,8 +179,8 @@ struct adamw_float32_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -193,15 +193,15 @@ struct adamw_float32_vector {
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -266,13 +266,13 @@ struct adamw_bfloat16_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];             // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];       // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -280,10 +280,10 @@ struct adamw_bfloat16_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -314,9 +314,9 @@ struct adamw_bfloat16_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -372,8 +372,8 @@ struct adamw_bfloat16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -386,15 +386,15 @@ struct adamw_bfloat16_vector {
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -457,13 +457,13 @@ struct adamw_float16_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];             // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];       // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -471,10 +471,10 @@ struct adamw_float16_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -505,9 +505,9 @@ struct adamw_float16_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -561,8 +561,8 @@ struct adamw_float16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -575,15 +575,15 @@ struct adamw_float16_vector {
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -649,15 +649,15 @@ struct adamw_float32_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];           // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];        // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -665,12 +665,12 @@ struct adamw_float32_amsgrad_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
@@ -710,14 +710,14 @@ struct adamw_float32_amsgrad_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -766,7 +766,7 @@ struct adamw_float32_amsgrad_vector {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -781,8 +781,8 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
@@ -799,18 +799,18 @@ struct adamw_float32_amsgrad_vector {
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -880,15 +880,15 @@ struct adamw_bfloat16_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];           // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];        // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -896,12 +896,12 @@ struct adamw_bfloat16_amsgrad_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
@@ -941,14 +941,14 @@ struct adamw_bfloat16_amsgrad_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -998,7 +998,7 @@ struct adamw_bfloat16_amsgrad_vector {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1016,8 +1016,8 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
@@ -1034,18 +1034,18 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1113,15 +1113,15 @@ struct adamw_float16_amsgrad_vector {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];           // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];        // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -1129,12 +1129,12 @@ struct adamw_float16_amsgrad_vector {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
@@ -1174,14 +1174,14 @@ struct adamw_float16_amsgrad_vector {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
@@ -1231,7 +1231,7 @@ struct adamw_float16_amsgrad_vector {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1247,8 +1247,8 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
             const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
@@ -1265,18 +1265,18 @@ struct adamw_float16_amsgrad_vector {
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
-                store(max_exp_avg_sq_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - exp_avg_sq_exact_2)));
+                store(max_exp_avg_sq_codes_at + i, -1 - to_int(floor(0.5f - max_exp_avg_sq_exact_2)));
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1475,7 +1475,7 @@ struct adamw_float32_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
@@ -1493,7 +1493,7 @@ struct adamw_float32_7 {
         float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];             // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];       // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];               // float32 [blocks of 128]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
         const float *__restrict exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
@@ -1504,8 +1504,8 @@ struct adamw_float32_7 {
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -1527,7 +1527,7 @@ struct adamw_float32_7 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -1567,7 +1567,7 @@ struct adamw_float32_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -1576,12 +1576,12 @@ struct adamw_float32_7 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1635,7 +1635,7 @@ struct adamw_bfloat16_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
@@ -1653,7 +1653,7 @@ struct adamw_bfloat16_7 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];             // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];       // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];               // float32 [blocks of 128]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
         const float *__restrict exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
@@ -1664,8 +1664,8 @@ struct adamw_bfloat16_7 {
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -1687,7 +1687,7 @@ struct adamw_bfloat16_7 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -1730,7 +1730,7 @@ struct adamw_bfloat16_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -1739,12 +1739,12 @@ struct adamw_bfloat16_7 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1758,7 +1758,7 @@ struct adamw_float16_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {4, -1, 4, ROW, true, false, NONE, 4},  // exp_avg_sq_row
         {5, -1, 4, COLUMN, true, false, NONE, 5},  // exp_avg_sq_col
@@ -1776,7 +1776,7 @@ struct adamw_float16_7 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];             // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];       // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];               // float32 [blocks of 128]  read and written
         const float *__restrict exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
         const float *__restrict exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
@@ -1787,8 +1787,8 @@ struct adamw_float16_7 {
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -1810,7 +1810,7 @@ struct adamw_float16_7 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -1851,7 +1851,7 @@ struct adamw_float16_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -1860,12 +1860,12 @@ struct adamw_float16_7 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2234,7 +2234,7 @@ struct adamw_float32_amsgrad_12 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {6, -1, 4, ROW, true, false, NONE, 4},  // max_exp_avg_sq_row
         {7, -1, 4, COLUMN, true, false, NONE, 5},  // max_exp_avg_sq_col
@@ -2252,7 +2252,7 @@ struct adamw_float32_amsgrad_12 {
         float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
         const float *__restrict max_exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
         const float *__restrict max_exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
@@ -2262,8 +2262,8 @@ struct adamw_float32_amsgrad_12 {
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -2285,7 +2285,7 @@ struct adamw_float32_amsgrad_12 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -2325,7 +2325,7 @@ struct adamw_float32_amsgrad_12 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2334,12 +2334,12 @@ struct adamw_float32_amsgrad_12 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2393,7 +2393,7 @@ struct adamw_bfloat16_amsgrad_12 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {6, -1, 4, ROW, true, false, NONE, 4},  // max_exp_avg_sq_row
         {7, -1, 4, COLUMN, true, false, NONE, 5},  // max_exp_avg_sq_col
@@ -2411,7 +2411,7 @@ struct adamw_bfloat16_amsgrad_12 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
         const float *__restrict max_exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
         const float *__restrict max_exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
@@ -2421,8 +2421,8 @@ struct adamw_bfloat16_amsgrad_12 {
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -2444,7 +2444,7 @@ struct adamw_bfloat16_amsgrad_12 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -2487,7 +2487,7 @@ struct adamw_bfloat16_amsgrad_12 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2496,12 +2496,12 @@ struct adamw_bfloat16_amsgrad_12 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2515,7 +2515,7 @@ struct adamw_float16_amsgrad_12 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg
+        {2, -1, 4, EIGHTH, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 4, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {6, -1, 4, ROW, true, false, NONE, 4},  // max_exp_avg_sq_row
         {7, -1, 4, COLUMN, true, false, NONE, 5},  // max_exp_avg_sq_col
@@ -2533,7 +2533,7 @@ struct adamw_float16_amsgrad_12 {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];                 // 4-bit codes [n]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];           // 4-bit codes [n]  read and written
         float *__restrict exp_avg_scale_at = (float *)at[3];                   // float32 [blocks of 128]  read and written
         const float *__restrict max_exp_avg_sq_row_at = (const float *)at[4];  // float32 [row]  read
         const float *__restrict max_exp_avg_sq_col_at = (const float *)at[5];  // float32 [col]  read
@@ -2543,8 +2543,8 @@ struct adamw_float16_amsgrad_12 {
         const F one_minus_beta1_times_grad_scale(known.scalars[4]);
         const F scalar_2(known.scalars[5]);
         const F scalar_3(known.scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
@@ -2566,7 +2566,7 @@ struct adamw_float16_amsgrad_12 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -2607,7 +2607,7 @@ struct adamw_float16_amsgrad_12 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2616,12 +2616,12 @@ struct adamw_float16_amsgrad_12 {
                 const F exp_avg_number_abs = abs(exp_avg_number);
                 const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
     }
 };
 
@@ -2633,7 +2633,7 @@ struct adamw_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -2666,7 +2666,7 @@ struct adamw_bfloat16 {
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -2699,7 +2699,7 @@ struct adamw_float16 {
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -2732,7 +2732,7 @@ struct adamw_float32_amsgrad {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -2781,7 +2781,7 @@ struct adamw_bfloat16_amsgrad {
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -2830,7 +2830,7 @@ struct adamw_float16_amsgrad {
     static constexpr StageColumn COLUMNS[] = {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {4, EIGHTH},  // exp_avg
+        {4, EIGHTH},  // exp_avg_codes
         {4, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col

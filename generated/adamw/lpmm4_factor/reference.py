@@ -34,9 +34,10 @@ dynamic4_ends_7d5a18a9 = (
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
-    beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
+    exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay,
+    one_minus_beta1, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -105,7 +106,7 @@ def adamw_float32(
     b = Blocks(p_tensor, 128, place)
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -129,7 +130,7 @@ def adamw_float32(
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
 
@@ -167,9 +168,10 @@ def adamw_float32_small(
 
 
 def adamw_float32_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -182,13 +184,13 @@ def adamw_float32_vector(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -212,16 +214,17 @@ def adamw_float32_vector(
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
-    beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
+    exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay,
+    one_minus_beta1, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -291,7 +294,7 @@ def adamw_bfloat16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -317,7 +320,7 @@ def adamw_bfloat16(
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
 
@@ -358,9 +361,10 @@ def adamw_bfloat16_small(
 
 
 def adamw_bfloat16_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -374,13 +378,13 @@ def adamw_bfloat16_vector(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -406,16 +410,17 @@ def adamw_bfloat16_vector(
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
 def adamw_float16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
-    beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
+    exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay,
+    one_minus_beta1, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -485,7 +490,7 @@ def adamw_float16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -509,7 +514,7 @@ def adamw_float16(
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
 
@@ -548,9 +553,10 @@ def adamw_float16_small(
 
 
 def adamw_float16_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -564,13 +570,13 @@ def adamw_float16_vector(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -594,17 +600,17 @@ def adamw_float16_vector(
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
-    max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps,
-    one_minus_lr_times_weight_decay, one_minus_beta1, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
+    exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor, beta2, grad_scale,
+    one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -724,7 +730,7 @@ def adamw_float32_amsgrad(
     b = Blocks(p_tensor, 128, place)
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -749,7 +755,7 @@ def adamw_float32_amsgrad(
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
 
@@ -792,10 +798,10 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_float32_amsgrad_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -808,19 +814,19 @@ def adamw_float32_amsgrad_vector(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -850,19 +856,19 @@ def adamw_float32_amsgrad_vector(
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
-    max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps,
-    one_minus_lr_times_weight_decay, one_minus_beta1, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
+    exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor, beta2, grad_scale,
+    one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -983,7 +989,7 @@ def adamw_bfloat16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -1010,7 +1016,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
 
@@ -1056,10 +1062,10 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -1073,19 +1079,19 @@ def adamw_bfloat16_amsgrad_vector(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1117,19 +1123,19 @@ def adamw_bfloat16_amsgrad_vector(
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
-    max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor, beta2, grad_scale, one_minus_beta2, beta1, eps,
-    one_minus_lr_times_weight_decay, one_minus_beta1, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor,
+    exp_avg_sq_col_tensor, max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor, beta2, grad_scale,
+    one_minus_beta2, beta1, eps, one_minus_lr_times_weight_decay, one_minus_beta1,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -1250,7 +1256,7 @@ def adamw_float16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -1275,7 +1281,7 @@ def adamw_float16_amsgrad(
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
 
@@ -1319,10 +1325,10 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float16_amsgrad_vector(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -1336,19 +1342,19 @@ def adamw_float16_amsgrad_vector(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = max_exp_avg_sq_code * 0.0625 * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1378,16 +1384,16 @@ def adamw_float16_amsgrad_vector(
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
@@ -1395,7 +1401,7 @@ def adamw_float32_decode(
     exp_avg_sq_least = exp_avg_sq_row.clamp(max=1.1754943508222875e-38)
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -1422,7 +1428,7 @@ def adamw_float32_encode(values):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p)
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(in_exp_avg_sq)
     col_sum_for_exp_avg_sq_col_factor_tensor = b.col_sum(in_exp_avg_sq)
@@ -1441,7 +1447,7 @@ def adamw_float32_encode(values):
     exp_avg_sq_row_tensor = exp_avg_sq_row_factor
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
@@ -1475,16 +1481,16 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_float32_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1513,15 +1519,15 @@ def adamw_float32_vector_encode(values):
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
 
 def adamw_bfloat16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
@@ -1530,7 +1536,7 @@ def adamw_bfloat16_decode(
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                                          # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -1559,7 +1565,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(in_exp_avg_sq)
     col_sum_for_exp_avg_sq_col_factor_tensor = b.col_sum(in_exp_avg_sq)
@@ -1578,7 +1584,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_row_tensor = exp_avg_sq_row_factor
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
@@ -1615,17 +1621,17 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_bfloat16_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1656,15 +1662,15 @@ def adamw_bfloat16_vector_encode(values):
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
 
 def adamw_float16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
@@ -1673,7 +1679,7 @@ def adamw_float16_decode(
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                                          # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -1700,7 +1706,7 @@ def adamw_float16_encode(values):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p.to(torch.float16))
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(in_exp_avg_sq)
     col_sum_for_exp_avg_sq_col_factor_tensor = b.col_sum(in_exp_avg_sq)
@@ -1719,7 +1725,7 @@ def adamw_float16_encode(values):
     exp_avg_sq_row_tensor = exp_avg_sq_row_factor
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
@@ -1754,17 +1760,17 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float16_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1793,15 +1799,15 @@ def adamw_float16_vector_encode(values):
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
     max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1813,7 +1819,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_least_tensor = max_exp_avg_sq_least
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -1847,7 +1853,7 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p)
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(in_exp_avg_sq)
     col_sum_for_exp_avg_sq_col_factor_tensor = b.col_sum(in_exp_avg_sq)
@@ -1881,7 +1887,7 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_row_tensor = max_exp_avg_sq_row_factor
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
@@ -1921,23 +1927,23 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_float32_amsgrad_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -1972,17 +1978,17 @@ def adamw_float32_amsgrad_vector_encode(values):
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
     max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1995,7 +2001,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                                          # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -2031,7 +2037,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(in_exp_avg_sq)
     col_sum_for_exp_avg_sq_col_factor_tensor = b.col_sum(in_exp_avg_sq)
@@ -2065,7 +2071,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     max_exp_avg_sq_row_tensor = max_exp_avg_sq_row_factor
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
@@ -2108,24 +2114,24 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -2162,17 +2168,17 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_row_tensor, exp_avg_sq_col_tensor,
     max_exp_avg_sq_row_tensor, max_exp_avg_sq_col_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2185,7 +2191,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_least_tensor = exp_avg_sq_least
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)                                          # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
@@ -2219,7 +2225,7 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p.to(torch.float16))
-    exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
+    exp_avg_codes_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(in_exp_avg_sq)
     col_sum_for_exp_avg_sq_col_factor_tensor = b.col_sum(in_exp_avg_sq)
@@ -2253,7 +2259,7 @@ def adamw_float16_amsgrad_encode(values):
     max_exp_avg_sq_row_tensor = max_exp_avg_sq_row_factor
     return {
         "p": p_tensor,
-        "exp_avg": exp_avg_tensor,
+        "exp_avg_codes": exp_avg_codes_tensor,
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
@@ -2294,24 +2300,24 @@ def adamw_float16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_vector_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_code * 0.0625 * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
@@ -2346,10 +2352,10 @@ def adamw_float16_amsgrad_vector_encode(values):
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((-1 - (0.5 - max_exp_avg_sq_exact).floor().to(torch.int32) & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }

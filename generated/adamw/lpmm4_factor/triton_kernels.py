@@ -380,7 +380,7 @@ def adamw_float32_3(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
 
 @triton.jit
 def adamw_float32_7_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
     exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, at_block, at_eight, at_row, at_col, live,
     live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, MASKED: tl.constexpr,
@@ -389,7 +389,7 @@ def adamw_float32_7_tile(
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col = get(exp_avg_sq_col_ptr, at_col, live_col, MASKED)
@@ -417,7 +417,7 @@ def adamw_float32_7_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -431,7 +431,7 @@ def adamw_float32_7(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
@@ -457,7 +457,7 @@ def adamw_float32_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_ptr += matrix * columns + left
@@ -470,28 +470,28 @@ def adamw_float32_7(
     for tile in range(full):
         start = tile * ROWS
         adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float32_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float32_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
@@ -505,7 +505,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float32_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -516,7 +516,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float32_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -527,7 +527,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_float32_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -538,7 +538,7 @@ def adamw_float32_7(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_float32_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -557,7 +557,7 @@ def adamw_float32_7_flat(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
@@ -583,7 +583,7 @@ def adamw_float32_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float32_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, block, at_eight, at_row, at_col, live,
             live_block, live_eight, live, live, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
@@ -665,18 +665,18 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_float32_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -704,14 +704,14 @@ def adamw_float32_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -727,9 +727,9 @@ def adamw_float32_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -753,8 +753,8 @@ def adamw_float32_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float32_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
     else:
@@ -766,17 +766,17 @@ def adamw_float32_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -789,10 +789,11 @@ def adamw_float32_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -966,7 +967,7 @@ def adamw_bfloat16_2_flat(
 
 @triton.jit
 def adamw_bfloat16_7_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
     exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, at_block, at_eight, at_row, at_col, live,
     live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, MASKED: tl.constexpr,
@@ -975,7 +976,7 @@ def adamw_bfloat16_7_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col = get(exp_avg_sq_col_ptr, at_col, live_col, MASKED)
@@ -1006,7 +1007,7 @@ def adamw_bfloat16_7_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1020,7 +1021,7 @@ def adamw_bfloat16_7(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
@@ -1046,7 +1047,7 @@ def adamw_bfloat16_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_ptr += matrix * columns + left
@@ -1059,28 +1060,28 @@ def adamw_bfloat16_7(
     for tile in range(full):
         start = tile * ROWS
         adamw_bfloat16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
@@ -1094,7 +1095,7 @@ def adamw_bfloat16_7(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_bfloat16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -1105,7 +1106,7 @@ def adamw_bfloat16_7(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -1116,7 +1117,7 @@ def adamw_bfloat16_7(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -1127,7 +1128,7 @@ def adamw_bfloat16_7(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_bfloat16_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -1146,7 +1147,7 @@ def adamw_bfloat16_7_flat(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
@@ -1172,7 +1173,7 @@ def adamw_bfloat16_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_bfloat16_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, block, at_eight, at_row, at_col, live,
             live_block, live_eight, live, live, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
@@ -1258,18 +1259,18 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_bfloat16_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1301,14 +1302,14 @@ def adamw_bfloat16_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1324,9 +1325,9 @@ def adamw_bfloat16_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -1350,8 +1351,8 @@ def adamw_bfloat16_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_bfloat16_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
     else:
@@ -1363,17 +1364,17 @@ def adamw_bfloat16_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -1386,10 +1387,11 @@ def adamw_bfloat16_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -1563,7 +1565,7 @@ def adamw_float16_2_flat(
 
 @triton.jit
 def adamw_float16_7_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
     exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, at_block, at_eight, at_row, at_col, live,
     live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, MASKED: tl.constexpr,
@@ -1572,7 +1574,7 @@ def adamw_float16_7_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col = get(exp_avg_sq_col_ptr, at_col, live_col, MASKED)
@@ -1601,7 +1603,7 @@ def adamw_float16_7_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1615,7 +1617,7 @@ def adamw_float16_7(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [columns]  read
@@ -1641,7 +1643,7 @@ def adamw_float16_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
     exp_avg_sq_row_ptr += top
     exp_avg_sq_col_ptr += matrix * columns + left
@@ -1654,28 +1656,28 @@ def adamw_float16_7(
     for tile in range(full):
         start = tile * ROWS
         adamw_float16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float16_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float16_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, at,
             at_block, at_eight, at_row, lane, beta1, one_minus_lr_times_weight_decay,
@@ -1689,7 +1691,7 @@ def adamw_float16_7(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float16_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -1700,7 +1702,7 @@ def adamw_float16_7(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float16_7_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -1711,7 +1713,7 @@ def adamw_float16_7(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_float16_7_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1024,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -1722,7 +1724,7 @@ def adamw_float16_7(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_float16_7_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 1536,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_block, at_eight, at_row, lane, live,
             live_block, live_eight, live_row, live_col, beta1, one_minus_lr_times_weight_decay,
@@ -1741,7 +1743,7 @@ def adamw_float16_7_flat(
     row = table + 28 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
     exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)          # float32 [rows]  read
     exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)          # float32 [columns]  read
@@ -1767,7 +1769,7 @@ def adamw_float16_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float16_7_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, block, at_eight, at_row, at_col, live,
             live_block, live_eight, live, live, beta1, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
@@ -1851,18 +1853,18 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float16_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -1892,14 +1894,14 @@ def adamw_float16_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1915,9 +1917,9 @@ def adamw_float16_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -1941,8 +1943,8 @@ def adamw_float16_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float16_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
     else:
@@ -1954,17 +1956,17 @@ def adamw_float16_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -1977,10 +1979,11 @@ def adamw_float16_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -2567,7 +2570,7 @@ def adamw_float32_amsgrad_8(table, work, LANES: tl.constexpr, ROUND: tl.constexp
 
 @triton.jit
 def adamw_float32_amsgrad_12_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
     row_min_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col,
     beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
     MASKED: tl.constexpr,
@@ -2576,7 +2579,7 @@ def adamw_float32_amsgrad_12_tile(
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_row = get(max_exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
@@ -2604,7 +2607,7 @@ def adamw_float32_amsgrad_12_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2618,7 +2621,7 @@ def adamw_float32_amsgrad_12(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [rows]  read
     max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [columns]  read
@@ -2644,7 +2647,7 @@ def adamw_float32_amsgrad_12(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
     max_exp_avg_sq_row_ptr += top
     max_exp_avg_sq_col_ptr += matrix * columns + left
@@ -2657,25 +2660,25 @@ def adamw_float32_amsgrad_12(
     for tile in range(full):
         start = tile * ROWS
         adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
@@ -2688,7 +2691,7 @@ def adamw_float32_amsgrad_12(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -2699,7 +2702,7 @@ def adamw_float32_amsgrad_12(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -2710,7 +2713,7 @@ def adamw_float32_amsgrad_12(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -2721,7 +2724,7 @@ def adamw_float32_amsgrad_12(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_float32_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -2740,7 +2743,7 @@ def adamw_float32_amsgrad_12_flat(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)      # float32 [rows]  read
     max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)      # float32 [columns]  read
@@ -2766,7 +2769,7 @@ def adamw_float32_amsgrad_12_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float32_amsgrad_12_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
             row_min_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
         )
@@ -2853,26 +2856,26 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_float32_amsgrad_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -2902,21 +2905,21 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2932,11 +2935,11 @@ def adamw_float32_amsgrad_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -2960,9 +2963,9 @@ def adamw_float32_amsgrad_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
+                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
                 scalar_4, scalar_5, True,
             )
     else:
@@ -2974,21 +2977,21 @@ def adamw_float32_amsgrad_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -3001,11 +3004,12 @@ def adamw_float32_amsgrad_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -3158,7 +3162,7 @@ def adamw_bfloat16_amsgrad_2_flat(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_12_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
     row_min_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col,
     beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
     MASKED: tl.constexpr,
@@ -3167,7 +3171,7 @@ def adamw_bfloat16_amsgrad_12_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_row = get(max_exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
@@ -3198,7 +3202,7 @@ def adamw_bfloat16_amsgrad_12_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3212,7 +3216,7 @@ def adamw_bfloat16_amsgrad_12(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [rows]  read
     max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [columns]  read
@@ -3238,7 +3242,7 @@ def adamw_bfloat16_amsgrad_12(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
     max_exp_avg_sq_row_ptr += top
     max_exp_avg_sq_col_ptr += matrix * columns + left
@@ -3251,25 +3255,25 @@ def adamw_bfloat16_amsgrad_12(
     for tile in range(full):
         start = tile * ROWS
         adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
@@ -3282,7 +3286,7 @@ def adamw_bfloat16_amsgrad_12(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -3293,7 +3297,7 @@ def adamw_bfloat16_amsgrad_12(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -3304,7 +3308,7 @@ def adamw_bfloat16_amsgrad_12(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -3315,7 +3319,7 @@ def adamw_bfloat16_amsgrad_12(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_bfloat16_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -3334,7 +3338,7 @@ def adamw_bfloat16_amsgrad_12_flat(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)      # float32 [rows]  read
     max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)      # float32 [columns]  read
@@ -3360,7 +3364,7 @@ def adamw_bfloat16_amsgrad_12_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_bfloat16_amsgrad_12_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
             row_min_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
         )
@@ -3451,26 +3455,26 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -3504,21 +3508,21 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3534,11 +3538,11 @@ def adamw_bfloat16_amsgrad_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -3562,9 +3566,9 @@ def adamw_bfloat16_amsgrad_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
+                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
                 scalar_4, scalar_5, True,
             )
     else:
@@ -3576,21 +3580,21 @@ def adamw_bfloat16_amsgrad_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -3603,11 +3607,12 @@ def adamw_bfloat16_amsgrad_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -3760,7 +3765,7 @@ def adamw_float16_amsgrad_2_flat(
 
 @triton.jit
 def adamw_float16_amsgrad_12_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
     row_min_ptr, at, at_block, at_eight, at_row, at_col, live, live_block, live_eight, live_row, live_col,
     beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
     MASKED: tl.constexpr,
@@ -3769,7 +3774,7 @@ def adamw_float16_amsgrad_12_tile(
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_row = get(max_exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     max_exp_avg_sq_col = get(max_exp_avg_sq_col_ptr, at_col, live_col, MASKED)
@@ -3798,7 +3803,7 @@ def adamw_float16_amsgrad_12_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3812,7 +3817,7 @@ def adamw_float16_amsgrad_12(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, ALIGNED)    # float32 [rows]  read
     max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, ALIGNED)    # float32 [columns]  read
@@ -3838,7 +3843,7 @@ def adamw_float16_amsgrad_12(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    exp_avg_ptr += top * eights + left // 8
+    exp_avg_codes_ptr += top * eights + left // 8
     exp_avg_scale_ptr += top * blocks + left // 128
     max_exp_avg_sq_row_ptr += top
     max_exp_avg_sq_col_ptr += matrix * columns + left
@@ -3851,25 +3856,25 @@ def adamw_float16_amsgrad_12(
     for tile in range(full):
         start = tile * ROWS
         adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
         )
         adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, False,
@@ -3882,7 +3887,7 @@ def adamw_float16_amsgrad_12(
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
         adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns, g_ptr + start * columns, exp_avg_ptr + start * eights,
+            p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -3893,7 +3898,7 @@ def adamw_float16_amsgrad_12(
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
         adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_ptr + start * eights + 64,
+            p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 512,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -3904,7 +3909,7 @@ def adamw_float16_amsgrad_12(
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
         adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_ptr + start * eights + 128,
+            p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1024,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -3915,7 +3920,7 @@ def adamw_float16_amsgrad_12(
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
         adamw_float16_amsgrad_12_tile(
-            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_ptr + start * eights + 192,
+            p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr + 1536,
             row_min_ptr + start, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
             live_col, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
@@ -3934,7 +3939,7 @@ def adamw_float16_amsgrad_12_flat(
     row = table + 39 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, False)                   # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, False)             # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, False)           # float32 [blocks of 128]  read and written
     max_exp_avg_sq_row_ptr = pointer(row + 6, tl.float32, False)      # float32 [rows]  read
     max_exp_avg_sq_col_ptr = pointer(row + 7, tl.float32, False)      # float32 [columns]  read
@@ -3960,7 +3965,7 @@ def adamw_float16_amsgrad_12_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adamw_float16_amsgrad_12_tile(
-            p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
+            p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
             row_min_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, True,
         )
@@ -4049,26 +4054,26 @@ def adamw_float16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_vector_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
@@ -4100,21 +4105,21 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
     max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - max_exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4130,11 +4135,11 @@ def adamw_float16_amsgrad_vector(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -4158,9 +4163,9 @@ def adamw_float16_amsgrad_vector(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
+                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
                 scalar_4, scalar_5, True,
             )
     else:
@@ -4172,21 +4177,21 @@ def adamw_float16_amsgrad_vector(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -4199,11 +4204,12 @@ def adamw_float16_amsgrad_vector(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 

@@ -33,13 +33,13 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                   // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];       // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -47,10 +47,10 @@ struct adamw_float32 {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -81,9 +81,9 @@ struct adamw_float32 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -132,8 +132,8 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -146,15 +146,15 @@ struct adamw_float32 {
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -215,13 +215,13 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];             // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];       // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -229,10 +229,10 @@ struct adamw_bfloat16 {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -263,9 +263,9 @@ struct adamw_bfloat16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
@@ -318,8 +318,8 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -332,15 +332,15 @@ struct adamw_bfloat16 {
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -405,13 +405,13 @@ struct adamw_float16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];             // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];       // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];     // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];  // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -419,10 +419,10 @@ struct adamw_float16 {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
@@ -453,9 +453,9 @@ struct adamw_float16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
@@ -506,8 +506,8 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -520,15 +520,15 @@ struct adamw_float16 {
                 const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -591,15 +591,15 @@ struct adamw_float32_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                             // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];           // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];        // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -607,12 +607,12 @@ struct adamw_float32_amsgrad {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
@@ -652,12 +652,12 @@ struct adamw_float32_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -702,7 +702,7 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -717,8 +717,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -735,18 +735,18 @@ struct adamw_float32_amsgrad {
                 const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
                 const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -812,15 +812,15 @@ struct adamw_bfloat16_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];           // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];        // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -828,12 +828,12 @@ struct adamw_bfloat16_amsgrad {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
@@ -873,12 +873,12 @@ struct adamw_bfloat16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
@@ -924,7 +924,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -942,8 +942,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -960,18 +960,18 @@ struct adamw_bfloat16_amsgrad {
                 const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
                 const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 
@@ -1041,15 +1041,15 @@ struct adamw_float16_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                       // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];           // float32 [blocks of 128]  read and written
-        uint8_t *__restrict exp_avg_sq_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];        // float32 [blocks of 128]  read and written
-        uint8_t *__restrict max_exp_avg_sq_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];    // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_codes_packed = (uint8_t *)at[2];         // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];                 // float32 [blocks of 128]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_packed = (uint8_t *)at[4];      // 4-bit codes [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];              // float32 [blocks of 128]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_packed = (uint8_t *)at[6];  // 4-bit codes [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];          // float32 [blocks of 128]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
         const F one_minus_beta1_times_grad_scale(scalars[2]);
@@ -1057,12 +1057,12 @@ struct adamw_float16_amsgrad {
         const F beta2_times_0p0625(scalars[4]);
         const F scalar_4(scalars[5]);
         const F scalar_5(scalars[6]);
-        alignas(64) uint8_t exp_avg_at[TILE];
-        alignas(64) uint8_t exp_avg_sq_at[TILE];
-        alignas(64) uint8_t max_exp_avg_sq_at[TILE];
-        unpack<4>(exp_avg_at, exp_avg_packed, BLOCK * blocks);
-        unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
-        unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
+        alignas(64) uint8_t exp_avg_codes_at[TILE];
+        alignas(64) uint8_t exp_avg_sq_codes_at[TILE];
+        alignas(64) uint8_t max_exp_avg_sq_codes_at[TILE];
+        unpack<4>(exp_avg_codes_at, exp_avg_codes_packed, BLOCK * blocks);
+        unpack<4>(exp_avg_sq_codes_at, exp_avg_sq_codes_packed, BLOCK * blocks);
+        unpack<4>(max_exp_avg_sq_codes_at, max_exp_avg_sq_codes_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float max_exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_sq_kept[TILE];
@@ -1102,12 +1102,12 @@ struct adamw_float16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
@@ -1153,7 +1153,7 @@ struct adamw_float16_amsgrad {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_codes_packed, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1169,8 +1169,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_codes_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_codes_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -1187,18 +1187,18 @@ struct adamw_float16_amsgrad {
                 const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
                 const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
             }
         }
 
-        no_codes<BLOCK>(exp_avg_at, blocks, live);
-        no_codes<BLOCK>(exp_avg_sq_at, blocks, live);
-        no_codes<BLOCK>(max_exp_avg_sq_at, blocks, live);
-        pack<4>(exp_avg_packed, exp_avg_at, BLOCK * blocks);
-        pack<4>(exp_avg_sq_packed, exp_avg_sq_at, BLOCK * blocks);
-        pack<4>(max_exp_avg_sq_packed, max_exp_avg_sq_at, BLOCK * blocks);
+        no_codes<BLOCK>(exp_avg_codes_at, blocks, live);
+        no_codes<BLOCK>(exp_avg_sq_codes_at, blocks, live);
+        no_codes<BLOCK>(max_exp_avg_sq_codes_at, blocks, live);
+        pack<4>(exp_avg_codes_packed, exp_avg_codes_at, BLOCK * blocks);
+        pack<4>(exp_avg_sq_codes_packed, exp_avg_sq_codes_at, BLOCK * blocks);
+        pack<4>(max_exp_avg_sq_codes_packed, max_exp_avg_sq_codes_at, BLOCK * blocks);
     }
 };
 

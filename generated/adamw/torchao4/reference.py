@@ -41,9 +41,10 @@ linear4_nozero_ends_e5959b1b = (
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -56,13 +57,13 @@ def adamw_float32(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
@@ -84,9 +85,9 @@ def adamw_float32(
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
 
 
@@ -124,9 +125,10 @@ def adamw_float32_small(
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -140,13 +142,13 @@ def adamw_bfloat16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
@@ -170,9 +172,9 @@ def adamw_bfloat16(
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
 
 
@@ -213,9 +215,10 @@ def adamw_bfloat16_small(
 
 
 def adamw_float16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -229,13 +232,13 @@ def adamw_float16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
@@ -257,9 +260,9 @@ def adamw_float16(
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
 
 
@@ -298,10 +301,10 @@ def adamw_float16_small(
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -314,17 +317,17 @@ def adamw_float32_amsgrad(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, linear4_nozero_b1a09b9b) * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
@@ -352,11 +355,11 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_code & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_code & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale)
 
 
@@ -399,10 +402,10 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -416,17 +419,17 @@ def adamw_bfloat16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, linear4_nozero_b1a09b9b) * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
@@ -456,11 +459,11 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_code & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_code & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale)
 
 
@@ -506,10 +509,10 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 128, place)
@@ -523,17 +526,17 @@ def adamw_float16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, linear4_nozero_b1a09b9b) * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
@@ -561,11 +564,11 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, p.to(torch.float16))
-    b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_codes_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_codes_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
-    b.store_codes(max_exp_avg_sq_tensor, (max_exp_avg_sq_code & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_codes_tensor, (max_exp_avg_sq_code & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale)
 
 
@@ -609,16 +612,16 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
@@ -645,9 +648,9 @@ def adamw_float32_encode(values):
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
     }
 
@@ -679,17 +682,17 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_bfloat16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
@@ -718,9 +721,9 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
     }
 
@@ -755,17 +758,17 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_float16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
@@ -792,9 +795,9 @@ def adamw_float16_encode(values):
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
     }
 
@@ -827,21 +830,21 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p = b.elements(p_tensor)
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, linear4_nozero_b1a09b9b) * max_exp_avg_sq_scale
@@ -874,11 +877,11 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_code & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_code & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale),
     }
 
@@ -914,22 +917,22 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, linear4_nozero_b1a09b9b) * max_exp_avg_sq_scale
@@ -964,11 +967,11 @@ def adamw_bfloat16_amsgrad_encode(values):
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_code & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_code & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale),
     }
 
@@ -1007,22 +1010,22 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 128)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.codes(exp_avg_tensor, 4)
+    exp_avg_code = b.codes(exp_avg_codes_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic4_59b750ea) * exp_avg_scale
-    exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
+    exp_avg_sq_code = b.codes(exp_avg_sq_codes_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, linear4_nozero_b1a09b9b) * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
+    max_exp_avg_sq_code = b.codes(max_exp_avg_sq_codes_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, linear4_nozero_b1a09b9b) * max_exp_avg_sq_scale
@@ -1055,11 +1058,11 @@ def adamw_float16_amsgrad_encode(values):
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
+        "exp_avg_codes": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
+        "exp_avg_sq_codes": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
-        "max_exp_avg_sq": b.flat_codes((max_exp_avg_sq_code & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq_codes": b.flat_codes((max_exp_avg_sq_code & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale),
     }
 

@@ -27,18 +27,18 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
@@ -64,14 +64,14 @@ def adamw_float32_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -87,9 +87,9 @@ def adamw_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -113,8 +113,8 @@ def adamw_float32(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
     else:
@@ -126,17 +126,17 @@ def adamw_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -149,10 +149,11 @@ def adamw_float32(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -231,18 +232,18 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
@@ -272,14 +273,14 @@ def adamw_bfloat16_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -295,9 +296,9 @@ def adamw_bfloat16(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -321,8 +322,8 @@ def adamw_bfloat16(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_bfloat16_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
     else:
@@ -334,17 +335,17 @@ def adamw_bfloat16(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -357,10 +358,11 @@ def adamw_bfloat16(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -443,18 +445,18 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
@@ -482,14 +484,14 @@ def adamw_float16_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -505,9 +507,9 @@ def adamw_float16(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -531,8 +533,8 @@ def adamw_float16(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float16_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
     else:
@@ -544,17 +546,17 @@ def adamw_float16(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -567,10 +569,11 @@ def adamw_float16(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -651,24 +654,24 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * ((max_exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
@@ -696,21 +699,21 @@ def adamw_float32_amsgrad_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
     max_exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
-    put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -726,11 +729,11 @@ def adamw_float32_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -754,9 +757,9 @@ def adamw_float32_amsgrad(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
+                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
                 scalar_4, scalar_5, True,
             )
     else:
@@ -768,21 +771,21 @@ def adamw_float32_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -795,11 +798,12 @@ def adamw_float32_amsgrad(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -884,24 +888,24 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * ((max_exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
@@ -933,21 +937,21 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
     max_exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
-    put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -963,11 +967,11 @@ def adamw_bfloat16_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -991,9 +995,9 @@ def adamw_bfloat16_amsgrad(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
+                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
                 scalar_4, scalar_5, True,
             )
     else:
@@ -1005,21 +1009,21 @@ def adamw_bfloat16_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -1032,11 +1036,12 @@ def adamw_bfloat16_amsgrad(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 
@@ -1125,24 +1130,24 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight, beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = unpacked(get(exp_avg_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_code = unpacked(get(exp_avg_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
-    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * ((max_exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
+    exp_avg_sq_code = unpacked(get(exp_avg_sq_codes_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
@@ -1172,21 +1177,21 @@ def adamw_float16_amsgrad_tile(
     exp_avg_number_abs = tl.abs(exp_avg_number)
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
-    put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
-    put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
     max_exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
-    put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1202,11 +1207,11 @@ def adamw_float16_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.int32, ALIGNED)                 # 4-bit codes [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.int32, ALIGNED)              # 4-bit codes [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.int32, ALIGNED)          # 4-bit codes [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -1230,9 +1235,9 @@ def adamw_float16_amsgrad(
             at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
             live_eight = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
+                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
                 scalar_4, scalar_5, True,
             )
     else:
@@ -1244,21 +1249,21 @@ def adamw_float16_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin // 8
+        exp_avg_codes_ptr += origin // 8
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin // 8
+        exp_avg_sq_codes_ptr += origin // 8
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin // 8
+        max_exp_avg_sq_codes_ptr += origin // 8
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
+                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
@@ -1271,11 +1276,12 @@ def adamw_float16_amsgrad(
             live_block = few_blocks * 128 < count - start
             live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
+                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                beta2_times_0p0625, scalar_4, scalar_5, True,
             )
 
 

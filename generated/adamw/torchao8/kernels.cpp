@@ -33,13 +33,13 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                 // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];     // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];    // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -77,9 +77,9 @@ struct adamw_float32 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
                 const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
@@ -128,8 +128,8 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -143,8 +143,8 @@ struct adamw_float32 {
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
                 const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.998242199420929f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.08064515143632889f), fma(1111111.25f, exp_avg_sq_number_max, 0.8888887763023376f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611111164093018f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.77734375f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.8857421875f, exp_avg_sq_number_max, 21.111114501953125f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.22222900390625f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
             }
         }
     }
@@ -207,13 +207,13 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];     // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];    // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -251,9 +251,9 @@ struct adamw_bfloat16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -306,8 +306,8 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -321,8 +321,8 @@ struct adamw_bfloat16 {
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
                 const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.998242199420929f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.08064515143632889f), fma(1111111.25f, exp_avg_sq_number_max, 0.8888887763023376f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611111164093018f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.77734375f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.8857421875f, exp_avg_sq_number_max, 21.111114501953125f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.22222900390625f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
             }
         }
     }
@@ -389,13 +389,13 @@ struct adamw_float16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];     // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];    // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -433,9 +433,9 @@ struct adamw_float16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -486,8 +486,8 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -501,8 +501,8 @@ struct adamw_float16 {
                 const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
                 const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
                 const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.998242199420929f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.08064515143632889f), fma(1111111.25f, exp_avg_sq_number_max, 0.8888887763023376f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611111164093018f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.77734375f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.8857421875f, exp_avg_sq_number_max, 21.111114501953125f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.22222900390625f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
             }
         }
     }
@@ -567,15 +567,15 @@ struct adamw_float32_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];    // uint8 [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 256]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -621,12 +621,12 @@ struct adamw_float32_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)))));
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
                 const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
@@ -671,7 +671,7 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -686,8 +686,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -706,9 +706,9 @@ struct adamw_float32_amsgrad {
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
                 const F max_exp_avg_sq_number_max = max(F(0.0f), max_exp_avg_sq_number);
                 const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.998242199420929f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_number_max, 0.08064515143632889f), fma(1111111.25f, max_exp_avg_sq_number_max, 0.8888887763023376f)), min(fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_number_max, 5.611111164093018f), fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.77734375f, max_exp_avg_sq_number_max, 12.722222328186035f), fma(8888.8857421875f, max_exp_avg_sq_number_max, 21.111114501953125f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f))), fma(142.22222900390625f, max_exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
             }
         }
     }
@@ -776,15 +776,15 @@ struct adamw_bfloat16_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];    // uint8 [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 256]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -830,12 +830,12 @@ struct adamw_bfloat16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)))));
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -881,7 +881,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -899,8 +899,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -919,9 +919,9 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
                 const F max_exp_avg_sq_number_max = max(F(0.0f), max_exp_avg_sq_number);
                 const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.998242199420929f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_number_max, 0.08064515143632889f), fma(1111111.25f, max_exp_avg_sq_number_max, 0.8888887763023376f)), min(fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_number_max, 5.611111164093018f), fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.77734375f, max_exp_avg_sq_number_max, 12.722222328186035f), fma(8888.8857421875f, max_exp_avg_sq_number_max, 21.111114501953125f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f))), fma(142.22222900390625f, max_exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
             }
         }
     }
@@ -993,15 +993,15 @@ struct adamw_float16_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];    // uint8 [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 256]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1047,12 +1047,12 @@ struct adamw_float16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const F max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)))));
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const F g_cast = g_stored;
                 const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
                 const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
@@ -1098,7 +1098,7 @@ struct adamw_float16_amsgrad {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1114,8 +1114,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -1134,9 +1134,9 @@ struct adamw_float16_amsgrad {
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
                 const F max_exp_avg_sq_number_max = max(F(0.0f), max_exp_avg_sq_number);
                 const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.998242199420929f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_number_max, 0.08064515143632889f), fma(1111111.25f, max_exp_avg_sq_number_max, 0.8888887763023376f)), min(fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_number_max, 5.611111164093018f), fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.77734375f, max_exp_avg_sq_number_max, 12.722222328186035f), fma(8888.8857421875f, max_exp_avg_sq_number_max, 21.111114501953125f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f))), fma(142.22222900390625f, max_exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
-                store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, exp_avg_sq_code_2);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
+                store(exp_avg_codes_at + i, exp_avg_code_2);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_code_2);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_code_2);
             }
         }
     }

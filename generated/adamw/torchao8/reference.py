@@ -253,9 +253,10 @@ udynamic8_ends_ab19da8a = (
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -268,13 +269,13 @@ def adamw_float32(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
@@ -296,9 +297,9 @@ def adamw_float32(
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, exp_avg_code.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_code.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
 
 
@@ -336,9 +337,10 @@ def adamw_float32_small(
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -352,13 +354,13 @@ def adamw_bfloat16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
@@ -382,9 +384,9 @@ def adamw_bfloat16(
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, exp_avg_code.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_code.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
 
 
@@ -425,9 +427,10 @@ def adamw_bfloat16_small(
 
 
 def adamw_float16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -441,13 +444,13 @@ def adamw_float16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
@@ -469,9 +472,9 @@ def adamw_float16(
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, p.to(torch.float16))
-    b.store(exp_avg_tensor, exp_avg_code.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_code.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
 
 
@@ -510,10 +513,10 @@ def adamw_float16_small(
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -526,17 +529,17 @@ def adamw_float32_amsgrad(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, udynamic8_e871278f) * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
@@ -564,11 +567,11 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, exp_avg_code.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_code.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
-    b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_code.to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, max_exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale)
 
 
@@ -611,10 +614,10 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -628,17 +631,17 @@ def adamw_bfloat16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, udynamic8_e871278f) * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
@@ -668,11 +671,11 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, exp_avg_code.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_code.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
-    b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_code.to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, max_exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale)
 
 
@@ -718,10 +721,10 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -735,17 +738,17 @@ def adamw_float16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, udynamic8_e871278f) * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
@@ -773,11 +776,11 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, p.to(torch.float16))
-    b.store(exp_avg_tensor, exp_avg_code.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_code.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
-    b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_code.to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, max_exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale)
 
 
@@ -821,16 +824,16 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
@@ -857,9 +860,9 @@ def adamw_float32_encode(values):
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat(exp_avg_code.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_code.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
     }
 
@@ -891,17 +894,17 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_bfloat16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
@@ -930,9 +933,9 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat(exp_avg_code.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_code.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
     }
 
@@ -967,17 +970,17 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_float16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
@@ -1004,9 +1007,9 @@ def adamw_float16_encode(values):
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat(exp_avg_code.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_code.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
     }
 
@@ -1039,21 +1042,21 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, udynamic8_e871278f) * max_exp_avg_sq_scale
@@ -1086,11 +1089,11 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat(exp_avg_code.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_code.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
-        "max_exp_avg_sq": b.flat(max_exp_avg_sq_code.to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat(max_exp_avg_sq_code.to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale),
     }
 
@@ -1126,22 +1129,22 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, udynamic8_e871278f) * max_exp_avg_sq_scale
@@ -1176,11 +1179,11 @@ def adamw_bfloat16_amsgrad_encode(values):
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat(exp_avg_code.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_code.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
-        "max_exp_avg_sq": b.flat(max_exp_avg_sq_code.to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat(max_exp_avg_sq_code.to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale),
     }
 
@@ -1219,22 +1222,22 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = lookup(exp_avg_piece, dynamic8_1b137aeb) * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = lookup(exp_avg_sq_piece, udynamic8_e871278f) * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = lookup(max_exp_avg_sq_piece, udynamic8_e871278f) * max_exp_avg_sq_scale
@@ -1267,11 +1270,11 @@ def adamw_float16_amsgrad_encode(values):
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat(exp_avg_code.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_code.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
-        "max_exp_avg_sq": b.flat(max_exp_avg_sq_code.to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat(max_exp_avg_sq_code.to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale),
     }
 

@@ -33,13 +33,13 @@ struct adamw_float32 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                 // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];     // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];    // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -78,14 +78,14 @@ struct adamw_float32 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
@@ -140,8 +140,8 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -164,8 +164,8 @@ struct adamw_float32 {
                 const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
                 const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
-                store(exp_avg_at + i, exp_avg_pattern_3);
-                store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
+                store(exp_avg_codes_at + i, exp_avg_pattern_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_pattern_3);
             }
         }
     }
@@ -228,13 +228,13 @@ struct adamw_bfloat16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];     // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];    // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -273,14 +273,14 @@ struct adamw_bfloat16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
@@ -339,8 +339,8 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -363,8 +363,8 @@ struct adamw_bfloat16 {
                 const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
                 const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
-                store(exp_avg_at + i, exp_avg_pattern_3);
-                store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
+                store(exp_avg_codes_at + i, exp_avg_pattern_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_pattern_3);
             }
         }
     }
@@ -431,13 +431,13 @@ struct adamw_float16 {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];           // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];     // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];    // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -476,14 +476,14 @@ struct adamw_float16 {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
@@ -540,8 +540,8 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -564,8 +564,8 @@ struct adamw_float16 {
                 const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
                 const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
-                store(exp_avg_at + i, exp_avg_pattern_3);
-                store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
+                store(exp_avg_codes_at + i, exp_avg_pattern_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_pattern_3);
             }
         }
     }
@@ -630,15 +630,15 @@ struct adamw_float32_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];    // uint8 [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 256]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -685,14 +685,14 @@ struct adamw_float32_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_pattern = to_int(max_exp_avg_sq_code);
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
                 const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 0x4b000000) - 8388608.0f;
@@ -700,7 +700,7 @@ struct adamw_float32_amsgrad {
                 const F max_exp_avg_sq_number = where(max_exp_avg_sq_size < 8, 0.001953125f * max_exp_avg_sq_count, max_exp_avg_sq_normal);
                 const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
@@ -753,7 +753,7 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -768,8 +768,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -802,9 +802,9 @@ struct adamw_float32_amsgrad {
                 const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960;
                 const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_number_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
                 const I max_exp_avg_sq_pattern_3 = max_exp_avg_sq_pattern_2 | bits(max_exp_avg_sq_number_3) >> 24 & 128;
-                store(exp_avg_at + i, exp_avg_pattern_3);
-                store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_pattern_3);
+                store(exp_avg_codes_at + i, exp_avg_pattern_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_pattern_3);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_pattern_3);
             }
         }
     }
@@ -872,15 +872,15 @@ struct adamw_bfloat16_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];    // uint8 [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 256]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -927,14 +927,14 @@ struct adamw_bfloat16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_pattern = to_int(max_exp_avg_sq_code);
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
                 const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 0x4b000000) - 8388608.0f;
@@ -942,7 +942,7 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq_number = where(max_exp_avg_sq_size < 8, 0.001953125f * max_exp_avg_sq_count, max_exp_avg_sq_normal);
                 const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
@@ -996,7 +996,7 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1014,8 +1014,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -1048,9 +1048,9 @@ struct adamw_bfloat16_amsgrad {
                 const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960;
                 const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_number_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
                 const I max_exp_avg_sq_pattern_3 = max_exp_avg_sq_pattern_2 | bits(max_exp_avg_sq_number_3) >> 24 & 128;
-                store(exp_avg_at + i, exp_avg_pattern_3);
-                store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_pattern_3);
+                store(exp_avg_codes_at + i, exp_avg_pattern_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_pattern_3);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_pattern_3);
             }
         }
     }
@@ -1122,15 +1122,15 @@ struct adamw_float16_amsgrad {
     template <bool RAGGED>
     OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
                                     const float *scalars, int32_t step_key, int32_t stream_key) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        float *__restrict exp_avg_scale_at = (float *)at[3];         // float32 [blocks of 256]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        float *__restrict exp_avg_sq_scale_at = (float *)at[5];      // float32 [blocks of 256]  read and written
-        uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];    // uint8 [n]  read and written
-        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];  // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_scale_at = (float *)at[3];             // float32 [blocks of 256]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
+        float *__restrict exp_avg_sq_scale_at = (float *)at[5];          // float32 [blocks of 256]  read and written
+        uint8_t *__restrict max_exp_avg_sq_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
+        float *__restrict max_exp_avg_sq_scale_at = (float *)at[7];      // float32 [blocks of 256]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
         const F one_minus_lr_times_weight_decay(scalars[2]);
@@ -1177,14 +1177,14 @@ struct adamw_float16_amsgrad {
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
                 const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
                 const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
-                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
+                const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_codes_at + i);
                 const I max_exp_avg_sq_pattern = to_int(max_exp_avg_sq_code);
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
                 const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 0x4b000000) - 8388608.0f;
@@ -1192,7 +1192,7 @@ struct adamw_float16_amsgrad {
                 const F max_exp_avg_sq_number = where(max_exp_avg_sq_size < 8, 0.001953125f * max_exp_avg_sq_count, max_exp_avg_sq_normal);
                 const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
                 const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
@@ -1246,7 +1246,7 @@ struct adamw_float16_amsgrad {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1262,8 +1262,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -1296,9 +1296,9 @@ struct adamw_float16_amsgrad {
                 const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960;
                 const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_number_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
                 const I max_exp_avg_sq_pattern_3 = max_exp_avg_sq_pattern_2 | bits(max_exp_avg_sq_number_3) >> 24 & 128;
-                store(exp_avg_at + i, exp_avg_pattern_3);
-                store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_pattern_3);
+                store(exp_avg_codes_at + i, exp_avg_pattern_3);
+                store(exp_avg_sq_codes_at + i, exp_avg_sq_pattern_3);
+                store(max_exp_avg_sq_codes_at + i, max_exp_avg_sq_pattern_3);
             }
         }
     }

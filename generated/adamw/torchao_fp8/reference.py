@@ -21,9 +21,10 @@ from optgen.runtime.eager import Blocks, block_max, larger, quotient, scalars, s
 
 
 def adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -36,7 +37,7 @@ def adamw_float32(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -47,7 +48,7 @@ def adamw_float32(
     exp_avg_value = exp_avg_number * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -90,9 +91,9 @@ def adamw_float32(
     exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_pattern.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
 
 
@@ -130,9 +131,10 @@ def adamw_float32_small(
 
 
 def adamw_bfloat16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -146,7 +148,7 @@ def adamw_bfloat16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -157,7 +159,7 @@ def adamw_bfloat16(
     exp_avg_value = exp_avg_number * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -202,9 +204,9 @@ def adamw_bfloat16(
     exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_pattern.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
 
 
@@ -245,9 +247,10 @@ def adamw_bfloat16_small(
 
 
 def adamw_float16(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -261,7 +264,7 @@ def adamw_float16(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -272,7 +275,7 @@ def adamw_float16(
     exp_avg_value = exp_avg_number * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -315,9 +318,9 @@ def adamw_float16(
     exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, p.to(torch.float16))
-    b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_pattern.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
 
 
@@ -356,10 +359,10 @@ def adamw_float16_small(
 
 
 def adamw_float32_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -372,7 +375,7 @@ def adamw_float32_amsgrad(
     )
     # -- load and decode
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -383,7 +386,7 @@ def adamw_float32_amsgrad(
     exp_avg_value = exp_avg_number * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
@@ -392,7 +395,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_number = (max_exp_avg_sq_number.view(torch.int32) | (max_exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = max_exp_avg_sq_number * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -449,11 +452,11 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_pattern.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
-    b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_pattern.to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, max_exp_avg_sq_pattern.to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale)
 
 
@@ -496,10 +499,10 @@ def adamw_float32_amsgrad_small(
 
 
 def adamw_bfloat16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -513,7 +516,7 @@ def adamw_bfloat16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -524,7 +527,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_value = exp_avg_number * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
@@ -533,7 +536,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_number = (max_exp_avg_sq_number.view(torch.int32) | (max_exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = max_exp_avg_sq_number * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -592,11 +595,11 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_pattern.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
-    b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_pattern.to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, max_exp_avg_sq_pattern.to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale)
 
 
@@ -642,10 +645,10 @@ def adamw_bfloat16_amsgrad_small(
 
 
 def adamw_float16_amsgrad(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_scale_tensor, max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+    sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 256, place)
@@ -659,7 +662,7 @@ def adamw_float16_amsgrad(
     # -- load and decode
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -670,7 +673,7 @@ def adamw_float16_amsgrad(
     exp_avg_value = exp_avg_number * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
@@ -679,7 +682,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_number = (max_exp_avg_sq_number.view(torch.int32) | (max_exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_value = max_exp_avg_sq_number * max_exp_avg_sq_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -736,11 +739,11 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, p.to(torch.float16))
-    b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
+    b.store(exp_avg_codes_tensor, exp_avg_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_pattern.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_scale)
-    b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_pattern.to(torch.uint8))
+    b.store(max_exp_avg_sq_codes_tensor, max_exp_avg_sq_pattern.to(torch.uint8))
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_scale)
 
 
@@ -784,12 +787,12 @@ def adamw_float16_amsgrad_small(
 
 
 def adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -798,7 +801,7 @@ def adamw_float32_decode(
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = exp_avg_number * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -846,9 +849,9 @@ def adamw_float32_encode(values):
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat(exp_avg_pattern.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_pattern.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
     }
 
@@ -880,13 +883,13 @@ def adamw_float32_small_encode(values):
 
 
 def adamw_bfloat16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -895,7 +898,7 @@ def adamw_bfloat16_decode(
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = exp_avg_number * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -945,9 +948,9 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat(exp_avg_pattern.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_pattern.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
     }
 
@@ -982,13 +985,13 @@ def adamw_bfloat16_small_encode(values):
 
 
 def adamw_float16_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -997,7 +1000,7 @@ def adamw_float16_decode(
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = exp_avg_number * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -1045,9 +1048,9 @@ def adamw_float16_encode(values):
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat(exp_avg_pattern.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_pattern.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
     }
 
@@ -1080,13 +1083,13 @@ def adamw_float16_small_encode(values):
 
 
 def adamw_float32_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p = b.elements(p_tensor)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -1095,7 +1098,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = exp_avg_number * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -1104,7 +1107,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_number * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
@@ -1166,11 +1169,11 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat(exp_avg_pattern.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_pattern.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
-        "max_exp_avg_sq": b.flat(max_exp_avg_sq_pattern.to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat(max_exp_avg_sq_pattern.to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale),
     }
 
@@ -1206,14 +1209,14 @@ def adamw_float32_amsgrad_small_encode(values):
 
 
 def adamw_bfloat16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # bf16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -1222,7 +1225,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = exp_avg_number * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -1231,7 +1234,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_number * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
@@ -1295,11 +1298,11 @@ def adamw_bfloat16_amsgrad_encode(values):
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat(exp_avg_pattern.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_pattern.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
-        "max_exp_avg_sq": b.flat(max_exp_avg_sq_pattern.to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat(max_exp_avg_sq_pattern.to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale),
     }
 
@@ -1338,14 +1341,14 @@ def adamw_bfloat16_amsgrad_small_encode(values):
 
 
 def adamw_float16_amsgrad_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_scale_tensor,
-    max_exp_avg_sq_tensor, max_exp_avg_sq_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_scale_tensor,
+    max_exp_avg_sq_codes_tensor, max_exp_avg_sq_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 256)
     p_stored = b.elements(p_tensor)
     p = p_stored.to(torch.float32)  # f16, nearest
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
@@ -1354,7 +1357,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_value = exp_avg_number * exp_avg_scale
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
@@ -1363,7 +1366,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_value = exp_avg_sq_number * exp_avg_sq_scale
-    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
+    max_exp_avg_sq_code = b.elements(max_exp_avg_sq_codes_tensor)
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
@@ -1425,11 +1428,11 @@ def adamw_float16_amsgrad_encode(values):
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat(exp_avg_pattern.to(torch.uint8)),
+        "exp_avg_codes": b.flat(exp_avg_pattern.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_scale),
-        "max_exp_avg_sq": b.flat(max_exp_avg_sq_pattern.to(torch.uint8)),
+        "max_exp_avg_sq_codes": b.flat(max_exp_avg_sq_pattern.to(torch.uint8)),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_scale),
     }
 

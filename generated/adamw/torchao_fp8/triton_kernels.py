@@ -26,15 +26,15 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, one_over_448, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, one_over_448, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -42,7 +42,7 @@ def adamw_float32_tile(
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -76,7 +76,7 @@ def adamw_float32_tile(
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
     exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
@@ -91,7 +91,7 @@ def adamw_float32_tile(
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
     exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -107,9 +107,9 @@ def adamw_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -130,9 +130,9 @@ def adamw_float32(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, one_over_448, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, one_over_448, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -141,17 +141,17 @@ def adamw_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     one_over_448, False,
@@ -163,8 +163,8 @@ def adamw_float32(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 scalar_3, scalar_4, one_over_448, True,
             )
@@ -245,15 +245,15 @@ def adamw_float32_small(
 
 @triton.jit
 def adamw_bfloat16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, one_over_448, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, one_over_448, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -261,7 +261,7 @@ def adamw_bfloat16_tile(
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -299,7 +299,7 @@ def adamw_bfloat16_tile(
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
     exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
@@ -314,7 +314,7 @@ def adamw_bfloat16_tile(
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
     exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -330,9 +330,9 @@ def adamw_bfloat16(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -353,9 +353,9 @@ def adamw_bfloat16(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, one_over_448, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, one_over_448, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -364,17 +364,17 @@ def adamw_bfloat16(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     one_over_448, False,
@@ -386,8 +386,8 @@ def adamw_bfloat16(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 scalar_3, scalar_4, one_over_448, True,
             )
@@ -472,15 +472,15 @@ def adamw_bfloat16_small(
 
 @triton.jit
 def adamw_float16_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, at, at_block, live,
-    live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    scalar_3, scalar_4, one_over_448, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
+    at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, one_over_448, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -488,7 +488,7 @@ def adamw_float16_tile(
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -524,7 +524,7 @@ def adamw_float16_tile(
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
     exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
@@ -539,7 +539,7 @@ def adamw_float16_tile(
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
     exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -555,9 +555,9 @@ def adamw_float16(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -578,9 +578,9 @@ def adamw_float16(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float16_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, where, block, live,
-                live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, one_over_448, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
+                block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, one_over_448, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -589,17 +589,17 @@ def adamw_float16(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     one_over_448, False,
@@ -611,8 +611,8 @@ def adamw_float16(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 scalar_3, scalar_4, one_over_448, True,
             )
@@ -695,15 +695,16 @@ def adamw_float16_small(
 
 @triton.jit
 def adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, one_over_448, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    one_over_448, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -711,7 +712,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = (max_exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -720,7 +721,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_number = (max_exp_avg_sq_number.to(tl.int32, bitcast=True) | (max_exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * max_exp_avg_sq_number
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -756,7 +757,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
     exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
@@ -771,7 +772,7 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
     exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq, live, MASKED)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     max_exp_avg_sq_share_where = tl.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
@@ -786,7 +787,7 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
     max_exp_avg_sq_pattern = tl.minimum(tl.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal), 126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, max_exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -802,11 +803,11 @@ def adamw_float32_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 256]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -827,9 +828,10 @@ def adamw_float32_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, one_over_448, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                one_over_448, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -838,20 +840,20 @@ def adamw_float32_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     one_over_448, False,
@@ -863,11 +865,11 @@ def adamw_float32_amsgrad(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                one_over_448, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, one_over_448, True,
             )
 
 
@@ -952,15 +954,16 @@ def adamw_float32_amsgrad_small(
 
 @triton.jit
 def adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, one_over_448, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    one_over_448, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -968,7 +971,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = (max_exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -977,7 +980,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_number = (max_exp_avg_sq_number.to(tl.int32, bitcast=True) | (max_exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * max_exp_avg_sq_number
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -1017,7 +1020,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
     exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
@@ -1032,7 +1035,7 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
     exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq, live, MASKED)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     max_exp_avg_sq_share_where = tl.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
@@ -1047,7 +1050,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
     max_exp_avg_sq_pattern = tl.minimum(tl.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal), 126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, max_exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1063,11 +1066,11 @@ def adamw_bfloat16_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 256]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -1088,9 +1091,10 @@ def adamw_bfloat16_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, one_over_448, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                one_over_448, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1099,20 +1103,20 @@ def adamw_bfloat16_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_bfloat16_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     one_over_448, False,
@@ -1124,11 +1128,11 @@ def adamw_bfloat16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                one_over_448, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, one_over_448, True,
             )
 
 
@@ -1217,15 +1221,16 @@ def adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, one_over_448, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    one_over_448, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -1233,7 +1238,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = (max_exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -1242,7 +1247,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_number = (max_exp_avg_sq_number.to(tl.int32, bitcast=True) | (max_exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * max_exp_avg_sq_number
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -1280,7 +1285,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
     exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_codes_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
@@ -1295,7 +1300,7 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
     exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq, live, MASKED)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
     max_exp_avg_sq_share_where = tl.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
@@ -1310,7 +1315,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
     max_exp_avg_sq_pattern = tl.minimum(tl.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal), 126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
-    put(max_exp_avg_sq_ptr, at, max_exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, max_exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1326,11 +1331,11 @@ def adamw_float16_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 256]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 256]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 256]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -1351,9 +1356,10 @@ def adamw_float16_amsgrad(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, one_over_448, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                one_over_448, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1362,20 +1368,20 @@ def adamw_float16_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 adamw_float16_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     one_over_448, False,
@@ -1387,11 +1393,11 @@ def adamw_float16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 256 < count - start
             adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                one_over_448, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, one_over_448, True,
             )
 
 

@@ -42,13 +42,13 @@ struct adan_float32 {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_diff_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_diff_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_diff_scale_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[6];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[6];    // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[7];    // int16 [blocks of 64]  read and written
-        uint8_t *__restrict prev_grad_at = (uint8_t *)at[8];           // uint8 [n]  read and written
+        uint8_t *__restrict prev_grad_codes_at = (uint8_t *)at[8];     // uint8 [n]  read and written
         int16_t *__restrict prev_grad_scale_at = (int16_t *)at[9];     // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -164,18 +164,18 @@ struct adan_float32 {
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
                 const I word_3 = spread(word_3_kept, i);
-                const U8 prev_grad_code = raw(prev_grad_at + i);
+                const U8 prev_grad_code = raw(prev_grad_codes_at + i);
                 const F prev_grad_code_2 = counter(prev_grad_code) - 8388736.0f;
                 const F prev_grad_bend = abs(prev_grad_code_2);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_diff_code = raw(exp_avg_diff_at + i);
+                const U8 exp_avg_diff_code = raw(exp_avg_diff_codes_at + i);
                 const F exp_avg_diff_code_2 = counter(exp_avg_diff_code) - 8388736.0f;
                 const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -267,7 +267,7 @@ struct adan_float32 {
         // -- elements: decode, update  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
@@ -283,9 +283,9 @@ struct adan_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_diff_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_grad_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const F exp_avg_diff_divisor_mul(exp_avg_diff_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
@@ -305,10 +305,10 @@ struct adan_float32 {
                 const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), exp_avg_diff_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = lshr(noise_2, 8) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(prev_grad_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), prev_grad_divisor_mul), 12583040.0f)));
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_diff_codes_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(prev_grad_codes_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), prev_grad_divisor_mul), 12583040.0f)));
             }
         }
     }
@@ -393,13 +393,13 @@ struct adan_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_diff_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_diff_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_diff_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[7];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[7];    // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];    // int16 [blocks of 64]  read and written
-        uint8_t *__restrict prev_grad_at = (uint8_t *)at[9];           // uint8 [n]  read and written
+        uint8_t *__restrict prev_grad_codes_at = (uint8_t *)at[9];     // uint8 [n]  read and written
         int16_t *__restrict prev_grad_scale_at = (int16_t *)at[10];    // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -516,19 +516,19 @@ struct adan_bfloat16 {
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
                 const I word_3 = spread(word_3_kept, i);
-                const U8 prev_grad_code = raw(prev_grad_at + i);
+                const U8 prev_grad_code = raw(prev_grad_codes_at + i);
                 const F prev_grad_code_2 = counter(prev_grad_code) - 8388736.0f;
                 const F prev_grad_bend = abs(prev_grad_code_2);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const F g = grad_scale * g_cast;
-                const U8 exp_avg_diff_code = raw(exp_avg_diff_at + i);
+                const U8 exp_avg_diff_code = raw(exp_avg_diff_codes_at + i);
                 const F exp_avg_diff_code_2 = counter(exp_avg_diff_code) - 8388736.0f;
                 const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -620,7 +620,7 @@ struct adan_bfloat16 {
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
@@ -641,9 +641,9 @@ struct adan_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_diff_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_grad_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const F exp_avg_diff_divisor_mul(exp_avg_diff_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
@@ -663,10 +663,10 @@ struct adan_bfloat16 {
                 const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), exp_avg_diff_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = lshr(noise_2, 8) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(prev_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), prev_grad_divisor_mul), 12583040.0f)));
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_diff_codes_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(prev_grad_codes_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), prev_grad_divisor_mul), 12583040.0f)));
             }
         }
     }
@@ -777,13 +777,13 @@ struct adan_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_diff_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_diff_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_diff_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[7];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[7];    // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[8];    // int16 [blocks of 64]  read and written
-        uint8_t *__restrict prev_grad_at = (uint8_t *)at[9];           // uint8 [n]  read and written
+        uint8_t *__restrict prev_grad_codes_at = (uint8_t *)at[9];     // uint8 [n]  read and written
         int16_t *__restrict prev_grad_scale_at = (int16_t *)at[10];    // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F beta2(scalars[1]);
@@ -900,19 +900,19 @@ struct adan_float16 {
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
                 const I word_3 = spread(word_3_kept, i);
-                const U8 prev_grad_code = raw(prev_grad_at + i);
+                const U8 prev_grad_code = raw(prev_grad_codes_at + i);
                 const F prev_grad_code_2 = counter(prev_grad_code) - 8388736.0f;
                 const F prev_grad_bend = abs(prev_grad_code_2);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
                 const F g = grad_scale * g_cast;
-                const U8 exp_avg_diff_code = raw(exp_avg_diff_at + i);
+                const U8 exp_avg_diff_code = raw(exp_avg_diff_codes_at + i);
                 const F exp_avg_diff_code_2 = counter(exp_avg_diff_code) - 8388736.0f;
                 const F exp_avg_diff_bend = abs(exp_avg_diff_code_2);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1004,7 +1004,7 @@ struct adan_float16 {
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
@@ -1043,9 +1043,9 @@ struct adan_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_diff_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_grad_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const F exp_avg_diff_divisor_mul(exp_avg_diff_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
@@ -1065,10 +1065,10 @@ struct adan_float16 {
                 const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), exp_avg_diff_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = lshr(noise_2, 8) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(prev_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), prev_grad_divisor_mul), 12583040.0f)));
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_diff_codes_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(prev_grad_codes_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), prev_grad_divisor_mul), 12583040.0f)));
             }
         }
     }

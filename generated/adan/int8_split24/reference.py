@@ -27,11 +27,11 @@ from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, s
 
 
 def adan_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_diff_tensor, exp_avg_diff_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_range_tensor, prev_grad_tensor, prev_grad_scale_tensor, beta1, beta2,
-    beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1, one_minus_beta2, one_minus_beta3,
-    sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr, one_plus_lr_times_weight_decay, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_diff_codes_tensor,
+    exp_avg_diff_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, prev_grad_codes_tensor,
+    prev_grad_scale_tensor, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1,
+    one_minus_beta2, one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr,
+    one_plus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -49,7 +49,7 @@ def adan_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -61,7 +61,7 @@ def adan_float32(
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 0x7fffffff
     exp_avg_diff_scale = torch.where(exp_avg_diff_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_diff_scale_bits).view(torch.float32)
-    exp_avg_diff_code = b.elements(exp_avg_diff_tensor)
+    exp_avg_diff_code = b.elements(exp_avg_diff_codes_tensor)
     exp_avg_diff_piece = exp_avg_diff_code.to(torch.int32)
     exp_avg_diff_code = exp_avg_diff_piece.to(torch.float32)
     exp_avg_diff_code = exp_avg_diff_code - 128.0
@@ -71,7 +71,7 @@ def adan_float32(
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 0x7fffffff
     prev_grad_scale = torch.where(prev_grad_scale_bits == 0x7f800000, 0x7f7fffff, prev_grad_scale_bits).view(torch.float32)
-    prev_grad_code = b.elements(prev_grad_tensor)
+    prev_grad_code = b.elements(prev_grad_codes_tensor)
     prev_grad_piece = prev_grad_code.to(torch.int32)
     prev_grad_code = prev_grad_piece.to(torch.float32)
     prev_grad_code = prev_grad_code - 128.0
@@ -83,7 +83,7 @@ def adan_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -163,13 +163,13 @@ def adan_float32(
     prev_grad_divisor_mul = prev_grad_divisor.view(torch.float32) * 0.003937007874015748
     prev_grad_exact = g / (prev_grad_divisor_mul + g_abs * 0.003937007874015748)
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_diff_tensor, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_diff_codes_tensor, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_diff_scale_tensor, (exp_avg_diff_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(prev_grad_tensor, (prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(prev_grad_codes_tensor, (prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(prev_grad_scale_tensor, (prev_grad_up >> 15).to(torch.int16))
 
 
@@ -221,11 +221,11 @@ def adan_float32_small(
 
 
 def adan_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_diff_tensor,
-    exp_avg_diff_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, prev_grad_tensor,
-    prev_grad_scale_tensor, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1,
-    one_minus_beta2, one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr,
-    one_plus_lr_times_weight_decay, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_diff_codes_tensor, exp_avg_diff_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
+    prev_grad_codes_tensor, prev_grad_scale_tensor, beta1, beta2, beta3, eps, grad_scale,
+    where_lt_one_t_one_zero, one_minus_beta1, one_minus_beta2, one_minus_beta3, sqrt_one_minus_beta3_pow_t,
+    avg_lr, diff_lr, one_plus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -247,7 +247,7 @@ def adan_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -259,7 +259,7 @@ def adan_bfloat16(
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 0x7fffffff
     exp_avg_diff_scale = torch.where(exp_avg_diff_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_diff_scale_bits).view(torch.float32)
-    exp_avg_diff_code = b.elements(exp_avg_diff_tensor)
+    exp_avg_diff_code = b.elements(exp_avg_diff_codes_tensor)
     exp_avg_diff_piece = exp_avg_diff_code.to(torch.int32)
     exp_avg_diff_code = exp_avg_diff_piece.to(torch.float32)
     exp_avg_diff_code = exp_avg_diff_code - 128.0
@@ -269,7 +269,7 @@ def adan_bfloat16(
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 0x7fffffff
     prev_grad_scale = torch.where(prev_grad_scale_bits == 0x7f800000, 0x7f7fffff, prev_grad_scale_bits).view(torch.float32)
-    prev_grad_code = b.elements(prev_grad_tensor)
+    prev_grad_code = b.elements(prev_grad_codes_tensor)
     prev_grad_piece = prev_grad_code.to(torch.int32)
     prev_grad_code = prev_grad_piece.to(torch.float32)
     prev_grad_code = prev_grad_code - 128.0
@@ -281,7 +281,7 @@ def adan_bfloat16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -364,13 +364,13 @@ def adan_bfloat16(
     prev_grad_exact = g / (prev_grad_divisor_mul + g_abs * 0.003937007874015748)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_diff_tensor, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_diff_codes_tensor, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_diff_scale_tensor, (exp_avg_diff_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(prev_grad_tensor, (prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(prev_grad_codes_tensor, (prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(prev_grad_scale_tensor, (prev_grad_up >> 15).to(torch.int16))
 
 
@@ -437,11 +437,11 @@ def adan_bfloat16_small(
 
 
 def adan_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_diff_tensor,
-    exp_avg_diff_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, prev_grad_tensor,
-    prev_grad_scale_tensor, beta1, beta2, beta3, eps, grad_scale, where_lt_one_t_one_zero, one_minus_beta1,
-    one_minus_beta2, one_minus_beta3, sqrt_one_minus_beta3_pow_t, avg_lr, diff_lr,
-    one_plus_lr_times_weight_decay, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_diff_codes_tensor, exp_avg_diff_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
+    prev_grad_codes_tensor, prev_grad_scale_tensor, beta1, beta2, beta3, eps, grad_scale,
+    where_lt_one_t_one_zero, one_minus_beta1, one_minus_beta2, one_minus_beta3, sqrt_one_minus_beta3_pow_t,
+    avg_lr, diff_lr, one_plus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -469,7 +469,7 @@ def adan_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -481,7 +481,7 @@ def adan_float16(
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 0x7fffffff
     exp_avg_diff_scale = torch.where(exp_avg_diff_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_diff_scale_bits).view(torch.float32)
-    exp_avg_diff_code = b.elements(exp_avg_diff_tensor)
+    exp_avg_diff_code = b.elements(exp_avg_diff_codes_tensor)
     exp_avg_diff_piece = exp_avg_diff_code.to(torch.int32)
     exp_avg_diff_code = exp_avg_diff_piece.to(torch.float32)
     exp_avg_diff_code = exp_avg_diff_code - 128.0
@@ -491,7 +491,7 @@ def adan_float16(
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 0x7fffffff
     prev_grad_scale = torch.where(prev_grad_scale_bits == 0x7f800000, 0x7f7fffff, prev_grad_scale_bits).view(torch.float32)
-    prev_grad_code = b.elements(prev_grad_tensor)
+    prev_grad_code = b.elements(prev_grad_codes_tensor)
     prev_grad_piece = prev_grad_code.to(torch.int32)
     prev_grad_code = prev_grad_piece.to(torch.float32)
     prev_grad_code = prev_grad_code - 128.0
@@ -503,7 +503,7 @@ def adan_float16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -596,13 +596,13 @@ def adan_float16(
     prev_grad_exact = g / (prev_grad_divisor_mul + g_abs * 0.003937007874015748)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_diff_tensor, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_diff_codes_tensor, (exp_avg_diff_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_diff_scale_tensor, (exp_avg_diff_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(prev_grad_tensor, (prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(prev_grad_codes_tensor, (prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(prev_grad_scale_tensor, (prev_grad_up >> 15).to(torch.int16))
 
 
@@ -685,8 +685,9 @@ def adan_float16_small(
 
 
 def adan_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_diff_tensor, exp_avg_diff_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_range_tensor, prev_grad_tensor, prev_grad_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_diff_codes_tensor,
+    exp_avg_diff_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, prev_grad_codes_tensor,
+    prev_grad_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -695,7 +696,7 @@ def adan_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -705,7 +706,7 @@ def adan_float32_decode(
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 0x7fffffff
     exp_avg_diff_scale = torch.where(exp_avg_diff_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_diff_scale_bits).view(torch.float32)
-    exp_avg_diff_code = b.elements(exp_avg_diff_tensor)
+    exp_avg_diff_code = b.elements(exp_avg_diff_codes_tensor)
     exp_avg_diff_piece = exp_avg_diff_code.to(torch.int32)
     exp_avg_diff_code = exp_avg_diff_piece.to(torch.float32)
     exp_avg_diff_code = exp_avg_diff_code - 128.0
@@ -717,7 +718,7 @@ def adan_float32_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -726,7 +727,7 @@ def adan_float32_decode(
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 0x7fffffff
     prev_grad_scale = torch.where(prev_grad_scale_bits == 0x7f800000, 0x7f7fffff, prev_grad_scale_bits).view(torch.float32)
-    prev_grad_code = b.elements(prev_grad_tensor)
+    prev_grad_code = b.elements(prev_grad_codes_tensor)
     prev_grad_piece = prev_grad_code.to(torch.int32)
     prev_grad_code = prev_grad_piece.to(torch.float32)
     prev_grad_code = prev_grad_code - 128.0
@@ -785,13 +786,13 @@ def adan_float32_encode(values):
     prev_grad_exact = in_prev_grad / (prev_grad_divisor_mul + in_prev_grad_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_diff": b.flat((exp_avg_diff_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_diff_codes": b.flat((exp_avg_diff_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_diff_scale": b.flat_per_block((exp_avg_diff_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "prev_grad": b.flat((prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "prev_grad_codes": b.flat((prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "prev_grad_scale": b.flat_per_block((prev_grad_up >> 15).to(torch.int16)),
     }
 
@@ -831,8 +832,8 @@ def adan_float32_small_encode(values):
 
 
 def adan_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_diff_tensor,
-    exp_avg_diff_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, prev_grad_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_diff_codes_tensor,
+    exp_avg_diff_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, prev_grad_codes_tensor,
     prev_grad_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -846,7 +847,7 @@ def adan_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -856,7 +857,7 @@ def adan_bfloat16_decode(
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 0x7fffffff
     exp_avg_diff_scale = torch.where(exp_avg_diff_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_diff_scale_bits).view(torch.float32)
-    exp_avg_diff_code = b.elements(exp_avg_diff_tensor)
+    exp_avg_diff_code = b.elements(exp_avg_diff_codes_tensor)
     exp_avg_diff_piece = exp_avg_diff_code.to(torch.int32)
     exp_avg_diff_code = exp_avg_diff_piece.to(torch.float32)
     exp_avg_diff_code = exp_avg_diff_code - 128.0
@@ -868,7 +869,7 @@ def adan_bfloat16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -877,7 +878,7 @@ def adan_bfloat16_decode(
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 0x7fffffff
     prev_grad_scale = torch.where(prev_grad_scale_bits == 0x7f800000, 0x7f7fffff, prev_grad_scale_bits).view(torch.float32)
-    prev_grad_code = b.elements(prev_grad_tensor)
+    prev_grad_code = b.elements(prev_grad_codes_tensor)
     prev_grad_piece = prev_grad_code.to(torch.int32)
     prev_grad_code = prev_grad_piece.to(torch.float32)
     prev_grad_code = prev_grad_code - 128.0
@@ -939,13 +940,13 @@ def adan_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_diff": b.flat((exp_avg_diff_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_diff_codes": b.flat((exp_avg_diff_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_diff_scale": b.flat_per_block((exp_avg_diff_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "prev_grad": b.flat((prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "prev_grad_codes": b.flat((prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "prev_grad_scale": b.flat_per_block((prev_grad_up >> 15).to(torch.int16)),
     }
 
@@ -994,8 +995,8 @@ def adan_bfloat16_small_encode(values):
 
 
 def adan_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_diff_tensor,
-    exp_avg_diff_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, prev_grad_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_diff_codes_tensor,
+    exp_avg_diff_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, prev_grad_codes_tensor,
     prev_grad_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1015,7 +1016,7 @@ def adan_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1025,7 +1026,7 @@ def adan_float16_decode(
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(torch.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 0x7fffffff
     exp_avg_diff_scale = torch.where(exp_avg_diff_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_diff_scale_bits).view(torch.float32)
-    exp_avg_diff_code = b.elements(exp_avg_diff_tensor)
+    exp_avg_diff_code = b.elements(exp_avg_diff_codes_tensor)
     exp_avg_diff_piece = exp_avg_diff_code.to(torch.int32)
     exp_avg_diff_code = exp_avg_diff_piece.to(torch.float32)
     exp_avg_diff_code = exp_avg_diff_code - 128.0
@@ -1037,7 +1038,7 @@ def adan_float16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1046,7 +1047,7 @@ def adan_float16_decode(
     prev_grad_scale_bits = prev_grad_scale.to(torch.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 0x7fffffff
     prev_grad_scale = torch.where(prev_grad_scale_bits == 0x7f800000, 0x7f7fffff, prev_grad_scale_bits).view(torch.float32)
-    prev_grad_code = b.elements(prev_grad_tensor)
+    prev_grad_code = b.elements(prev_grad_codes_tensor)
     prev_grad_piece = prev_grad_code.to(torch.int32)
     prev_grad_code = prev_grad_piece.to(torch.float32)
     prev_grad_code = prev_grad_code - 128.0
@@ -1118,13 +1119,13 @@ def adan_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_diff": b.flat((exp_avg_diff_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_diff_codes": b.flat((exp_avg_diff_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_diff_scale": b.flat_per_block((exp_avg_diff_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "prev_grad": b.flat((prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "prev_grad_codes": b.flat((prev_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "prev_grad_scale": b.flat_per_block((prev_grad_up >> 15).to(torch.int16)),
     }
 

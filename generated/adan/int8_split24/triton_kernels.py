@@ -33,11 +33,11 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def adan_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-    one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_diff_codes_ptr, exp_avg_diff_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, prev_grad_codes_ptr, prev_grad_scale_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -45,7 +45,7 @@ def adan_float32_tile(
     prev_grad_scale_bits = prev_grad_scale.to(tl.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 0x7fffffff
     prev_grad_scale = tl.where(prev_grad_scale_bits == 0x7f800000, 0x7f7fffff, prev_grad_scale_bits).to(tl.float32, bitcast=True)
-    prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
+    prev_grad_code = get(prev_grad_codes_ptr, at, live, MASKED)
     prev_grad_code = counter(prev_grad_code) - 8388736.0
     prev_grad_bend = tl.abs(prev_grad_code)
     g = widened(get(g_ptr, at, live, MASKED))
@@ -54,14 +54,14 @@ def adan_float32_tile(
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 0x7fffffff
     exp_avg_diff_scale = tl.where(exp_avg_diff_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_diff_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg_diff_code = get(exp_avg_diff_codes_ptr, at, live, MASKED)
     exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -70,7 +70,7 @@ def adan_float32_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -113,7 +113,7 @@ def adan_float32_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_diff_abs = tl.abs(exp_avg_diff)
     exp_avg_diff_top = block_magnitude(exp_avg_diff, live, MASKED)
     exp_avg_diff_up = tl.maximum(exp_avg_diff_top, 0x4800000) + 32767
@@ -122,7 +122,7 @@ def adan_float32_tile(
     exp_avg_diff_divisor = tl.minimum(exp_avg_diff_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_diff_divisor_mul = exp_avg_diff_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_diff_pattern = tl.fma(exp_avg_diff, reciprocal(tl.fma(0.003937007874015748, exp_avg_diff_abs, exp_avg_diff_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_diff_ptr, at, rounded(exp_avg_diff_pattern, noise, 0), live, MASKED)
+    put(exp_avg_diff_codes_ptr, at, rounded(exp_avg_diff_pattern, noise, 0), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -145,7 +145,7 @@ def adan_float32_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g_2)
@@ -155,7 +155,7 @@ def adan_float32_tile(
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
     prev_grad_divisor = tl.minimum(prev_grad_up & 0x7fff8000, 0x7f7fffff)
     prev_grad_divisor_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(prev_grad_ptr, at, tl.fma(g_2, reciprocal(tl.fma(0.003937007874015748, g_abs, prev_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(prev_grad_codes_ptr, at, tl.fma(g_2, reciprocal(tl.fma(0.003937007874015748, g_abs, prev_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -173,13 +173,13 @@ def adan_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_diff_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # uint8 [n]  read and written
+    exp_avg_diff_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)      # uint8 [n]  read and written
     exp_avg_diff_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)      # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    prev_grad_ptr = pointer(row + 8, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    prev_grad_codes_ptr = pointer(row + 8, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     prev_grad_scale_ptr = pointer(row + 9, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 10)
     columns = tl.load(row + 11)
@@ -205,11 +205,11 @@ def adan_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adan_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block, number, beta1,
-                beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_diff_codes_ptr, exp_avg_diff_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, prev_grad_codes_ptr, prev_grad_scale_ptr, where, block, live,
+                live_block, number, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -218,13 +218,13 @@ def adan_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_diff_ptr += origin
+        exp_avg_diff_codes_ptr += origin
         exp_avg_diff_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        prev_grad_ptr += origin
+        prev_grad_codes_ptr += origin
         prev_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -233,10 +233,10 @@ def adan_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 adan_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_diff_ptr + start + odd * TILE,
-                    exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, prev_grad_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_diff_codes_ptr + start + odd * TILE,
+                    exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, prev_grad_codes_ptr + start + odd * TILE,
                     prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
@@ -249,11 +249,11 @@ def adan_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adan_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, prev_grad_ptr + start,
-                prev_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_diff_codes_ptr + start, exp_avg_diff_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                prev_grad_codes_ptr + start, prev_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                 one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                 one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
@@ -355,11 +355,12 @@ def adan_float32_small(
 
 @triton.jit
 def adan_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
-    exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-    one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_diff_codes_ptr,
+    exp_avg_diff_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, prev_grad_codes_ptr,
+    prev_grad_scale_ptr, at, at_block, live, live_block, index, beta1, beta2, beta3, grad_scale,
+    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
+    diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -367,7 +368,7 @@ def adan_bfloat16_tile(
     prev_grad_scale_bits = prev_grad_scale.to(tl.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 0x7fffffff
     prev_grad_scale = tl.where(prev_grad_scale_bits == 0x7f800000, 0x7f7fffff, prev_grad_scale_bits).to(tl.float32, bitcast=True)
-    prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
+    prev_grad_code = get(prev_grad_codes_ptr, at, live, MASKED)
     prev_grad_code = counter(prev_grad_code) - 8388736.0
     prev_grad_bend = tl.abs(prev_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -377,14 +378,14 @@ def adan_bfloat16_tile(
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 0x7fffffff
     exp_avg_diff_scale = tl.where(exp_avg_diff_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_diff_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg_diff_code = get(exp_avg_diff_codes_ptr, at, live, MASKED)
     exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -393,7 +394,7 @@ def adan_bfloat16_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -449,7 +450,7 @@ def adan_bfloat16_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_diff_abs = tl.abs(exp_avg_diff)
     exp_avg_diff_top = block_magnitude(exp_avg_diff, live, MASKED)
     exp_avg_diff_up = tl.maximum(exp_avg_diff_top, 0x4800000) + 32767
@@ -458,7 +459,7 @@ def adan_bfloat16_tile(
     exp_avg_diff_divisor = tl.minimum(exp_avg_diff_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_diff_divisor_mul = exp_avg_diff_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_diff_pattern = tl.fma(exp_avg_diff, reciprocal(tl.fma(0.003937007874015748, exp_avg_diff_abs, exp_avg_diff_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_diff_ptr, at, rounded(exp_avg_diff_pattern, noise, 0), live, MASKED)
+    put(exp_avg_diff_codes_ptr, at, rounded(exp_avg_diff_pattern, noise, 0), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -474,7 +475,7 @@ def adan_bfloat16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
@@ -484,7 +485,7 @@ def adan_bfloat16_tile(
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
     prev_grad_divisor = tl.minimum(prev_grad_up & 0x7fff8000, 0x7f7fffff)
     prev_grad_divisor_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, prev_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(prev_grad_codes_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, prev_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -503,13 +504,13 @@ def adan_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_diff_ptr = pointer(row + 5, tl.uint8, ALIGNED)            # uint8 [n]  read and written
+    exp_avg_diff_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)      # uint8 [n]  read and written
     exp_avg_diff_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)      # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    prev_grad_ptr = pointer(row + 9, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    prev_grad_codes_ptr = pointer(row + 9, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     prev_grad_scale_ptr = pointer(row + 10, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 11)
     columns = tl.load(row + 12)
@@ -535,11 +536,11 @@ def adan_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adan_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
-                exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block,
-                number, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-                one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_diff_codes_ptr,
+                exp_avg_diff_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, prev_grad_codes_ptr,
+                prev_grad_scale_ptr, where, block, live, live_block, number, beta1, beta2, beta3, grad_scale,
+                where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
+                diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -549,13 +550,13 @@ def adan_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_diff_ptr += origin
+        exp_avg_diff_codes_ptr += origin
         exp_avg_diff_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        prev_grad_ptr += origin
+        prev_grad_codes_ptr += origin
         prev_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -565,10 +566,10 @@ def adan_bfloat16(
             for odd in tl.static_range(2):
                 adan_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_diff_codes_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    prev_grad_codes_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, beta3, grad_scale,
                     where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
                     diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
@@ -580,10 +581,10 @@ def adan_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adan_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
-                exp_avg_diff_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, prev_grad_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_diff_codes_ptr + start,
+                exp_avg_diff_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, prev_grad_codes_ptr + start,
                 prev_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                 one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
@@ -726,11 +727,12 @@ def adan_bfloat16_small(
 
 @triton.jit
 def adan_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
-    exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, at, at_block, live, live_block,
-    index, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-    one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_diff_codes_ptr,
+    exp_avg_diff_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, prev_grad_codes_ptr,
+    prev_grad_scale_ptr, at, at_block, live, live_block, index, beta1, beta2, beta3, grad_scale,
+    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
+    diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -738,7 +740,7 @@ def adan_float16_tile(
     prev_grad_scale_bits = prev_grad_scale.to(tl.int32) << 15
     prev_grad_scale_bits = prev_grad_scale_bits & 0x7fffffff
     prev_grad_scale = tl.where(prev_grad_scale_bits == 0x7f800000, 0x7f7fffff, prev_grad_scale_bits).to(tl.float32, bitcast=True)
-    prev_grad_code = get(prev_grad_ptr, at, live, MASKED)
+    prev_grad_code = get(prev_grad_codes_ptr, at, live, MASKED)
     prev_grad_code = counter(prev_grad_code) - 8388736.0
     prev_grad_bend = tl.abs(prev_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -748,14 +750,14 @@ def adan_float16_tile(
     exp_avg_diff_scale_bits = exp_avg_diff_scale.to(tl.int32) << 15
     exp_avg_diff_scale_bits = exp_avg_diff_scale_bits & 0x7fffffff
     exp_avg_diff_scale = tl.where(exp_avg_diff_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_diff_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_diff_code = get(exp_avg_diff_ptr, at, live, MASKED)
+    exp_avg_diff_code = get(exp_avg_diff_codes_ptr, at, live, MASKED)
     exp_avg_diff_code = counter(exp_avg_diff_code) - 8388736.0
     exp_avg_diff_bend = tl.abs(exp_avg_diff_code)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -764,7 +766,7 @@ def adan_float16_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -836,7 +838,7 @@ def adan_float16_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_diff_abs = tl.abs(exp_avg_diff)
     exp_avg_diff_top = block_magnitude(exp_avg_diff, live, MASKED)
     exp_avg_diff_up = tl.maximum(exp_avg_diff_top, 0x4800000) + 32767
@@ -845,7 +847,7 @@ def adan_float16_tile(
     exp_avg_diff_divisor = tl.minimum(exp_avg_diff_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_diff_divisor_mul = exp_avg_diff_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_diff_pattern = tl.fma(exp_avg_diff, reciprocal(tl.fma(0.003937007874015748, exp_avg_diff_abs, exp_avg_diff_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_diff_ptr, at, rounded(exp_avg_diff_pattern, noise, 0), live, MASKED)
+    put(exp_avg_diff_codes_ptr, at, rounded(exp_avg_diff_pattern, noise, 0), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -861,7 +863,7 @@ def adan_float16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise_2.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
@@ -871,7 +873,7 @@ def adan_float16_tile(
     put(prev_grad_scale_ptr, at_block, (prev_grad_up >> 15).to(tl.int16), live_block, MASKED)
     prev_grad_divisor = tl.minimum(prev_grad_up & 0x7fff8000, 0x7f7fffff)
     prev_grad_divisor_mul = prev_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(prev_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, prev_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(prev_grad_codes_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, prev_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -890,13 +892,13 @@ def adan_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_diff_ptr = pointer(row + 5, tl.uint8, ALIGNED)            # uint8 [n]  read and written
+    exp_avg_diff_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)      # uint8 [n]  read and written
     exp_avg_diff_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)      # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    prev_grad_ptr = pointer(row + 9, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    prev_grad_codes_ptr = pointer(row + 9, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     prev_grad_scale_ptr = pointer(row + 10, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 11)
     columns = tl.load(row + 12)
@@ -922,11 +924,11 @@ def adan_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             adan_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_diff_ptr, exp_avg_diff_scale_ptr,
-                exp_avg_sq_ptr, exp_avg_sq_range_ptr, prev_grad_ptr, prev_grad_scale_ptr, where, block, live, live_block,
-                number, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-                one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_diff_codes_ptr,
+                exp_avg_diff_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, prev_grad_codes_ptr,
+                prev_grad_scale_ptr, where, block, live, live_block, number, beta1, beta2, beta3, grad_scale,
+                where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
+                diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -936,13 +938,13 @@ def adan_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_diff_ptr += origin
+        exp_avg_diff_codes_ptr += origin
         exp_avg_diff_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        prev_grad_ptr += origin
+        prev_grad_codes_ptr += origin
         prev_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -952,10 +954,10 @@ def adan_float16(
             for odd in tl.static_range(2):
                 adan_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_diff_codes_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    prev_grad_codes_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, beta3, grad_scale,
                     where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
                     diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
@@ -967,10 +969,10 @@ def adan_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             adan_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
-                exp_avg_diff_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, prev_grad_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_diff_codes_ptr + start,
+                exp_avg_diff_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, prev_grad_codes_ptr + start,
                 prev_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                 one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,

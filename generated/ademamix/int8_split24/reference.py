@@ -26,9 +26,9 @@ from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, s
 
 
 def ademamix_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_slow_tensor, exp_avg_slow_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_range_tensor, lr, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3, one_minus_beta2,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_slow_codes_tensor,
+    exp_avg_slow_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, lr, beta1, beta2, eps,
+    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3, one_minus_beta2,
     sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -46,7 +46,7 @@ def ademamix_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -58,7 +58,7 @@ def ademamix_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -69,7 +69,7 @@ def ademamix_float32(
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(torch.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 0x7fffffff
     exp_avg_slow_scale = torch.where(exp_avg_slow_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_slow_scale_bits).view(torch.float32)
-    exp_avg_slow_code = b.elements(exp_avg_slow_tensor)
+    exp_avg_slow_code = b.elements(exp_avg_slow_codes_tensor)
     exp_avg_slow_piece = exp_avg_slow_code.to(torch.int32)
     exp_avg_slow_code = exp_avg_slow_piece.to(torch.float32)
     exp_avg_slow_code = exp_avg_slow_code - 128.0
@@ -145,11 +145,11 @@ def ademamix_float32(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_slow_tensor, (exp_avg_slow_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_slow_codes_tensor, (exp_avg_slow_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_slow_scale_tensor, (exp_avg_slow_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -193,10 +193,11 @@ def ademamix_float32_small(
 
 
 def ademamix_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_slow_tensor,
-    exp_avg_slow_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, lr, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_slow_codes_tensor, exp_avg_slow_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
+    lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -217,7 +218,7 @@ def ademamix_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -229,7 +230,7 @@ def ademamix_bfloat16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -240,7 +241,7 @@ def ademamix_bfloat16(
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(torch.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 0x7fffffff
     exp_avg_slow_scale = torch.where(exp_avg_slow_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_slow_scale_bits).view(torch.float32)
-    exp_avg_slow_code = b.elements(exp_avg_slow_tensor)
+    exp_avg_slow_code = b.elements(exp_avg_slow_codes_tensor)
     exp_avg_slow_piece = exp_avg_slow_code.to(torch.int32)
     exp_avg_slow_code = exp_avg_slow_piece.to(torch.float32)
     exp_avg_slow_code = exp_avg_slow_code - 128.0
@@ -319,11 +320,11 @@ def ademamix_bfloat16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_slow_tensor, (exp_avg_slow_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_slow_codes_tensor, (exp_avg_slow_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_slow_scale_tensor, (exp_avg_slow_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -383,10 +384,11 @@ def ademamix_bfloat16_small(
 
 
 def ademamix_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_slow_tensor,
-    exp_avg_slow_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, lr, beta1, beta2, eps, grad_scale,
-    one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3, one_minus_beta2,
-    sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_slow_codes_tensor, exp_avg_slow_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
+    lr, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, beta3_now, scalar_3,
+    one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t, mix, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -413,7 +415,7 @@ def ademamix_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -425,7 +427,7 @@ def ademamix_float16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -436,7 +438,7 @@ def ademamix_float16(
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(torch.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 0x7fffffff
     exp_avg_slow_scale = torch.where(exp_avg_slow_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_slow_scale_bits).view(torch.float32)
-    exp_avg_slow_code = b.elements(exp_avg_slow_tensor)
+    exp_avg_slow_code = b.elements(exp_avg_slow_codes_tensor)
     exp_avg_slow_piece = exp_avg_slow_code.to(torch.int32)
     exp_avg_slow_code = exp_avg_slow_piece.to(torch.float32)
     exp_avg_slow_code = exp_avg_slow_code - 128.0
@@ -525,11 +527,11 @@ def ademamix_float16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_slow_tensor, (exp_avg_slow_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_slow_codes_tensor, (exp_avg_slow_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_slow_scale_tensor, (exp_avg_slow_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -605,8 +607,8 @@ def ademamix_float16_small(
 
 
 def ademamix_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_slow_tensor, exp_avg_slow_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_range_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_slow_codes_tensor,
+    exp_avg_slow_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -617,7 +619,7 @@ def ademamix_float32_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -626,7 +628,7 @@ def ademamix_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -638,7 +640,7 @@ def ademamix_float32_decode(
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(torch.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 0x7fffffff
     exp_avg_slow_scale = torch.where(exp_avg_slow_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_slow_scale_bits).view(torch.float32)
-    exp_avg_slow_code = b.elements(exp_avg_slow_tensor)
+    exp_avg_slow_code = b.elements(exp_avg_slow_codes_tensor)
     exp_avg_slow_piece = exp_avg_slow_code.to(torch.int32)
     exp_avg_slow_code = exp_avg_slow_piece.to(torch.float32)
     exp_avg_slow_code = exp_avg_slow_code - 128.0
@@ -692,11 +694,11 @@ def ademamix_float32_encode(values):
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_slow": b.flat((exp_avg_slow_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_slow_codes": b.flat((exp_avg_slow_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_slow_scale": b.flat_per_block((exp_avg_slow_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -732,8 +734,8 @@ def ademamix_float32_small_encode(values):
 
 
 def ademamix_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_slow_tensor,
-    exp_avg_slow_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_slow_codes_tensor,
+    exp_avg_slow_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -748,7 +750,7 @@ def ademamix_bfloat16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -757,7 +759,7 @@ def ademamix_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -769,7 +771,7 @@ def ademamix_bfloat16_decode(
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(torch.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 0x7fffffff
     exp_avg_slow_scale = torch.where(exp_avg_slow_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_slow_scale_bits).view(torch.float32)
-    exp_avg_slow_code = b.elements(exp_avg_slow_tensor)
+    exp_avg_slow_code = b.elements(exp_avg_slow_codes_tensor)
     exp_avg_slow_piece = exp_avg_slow_code.to(torch.int32)
     exp_avg_slow_code = exp_avg_slow_piece.to(torch.float32)
     exp_avg_slow_code = exp_avg_slow_code - 128.0
@@ -826,11 +828,11 @@ def ademamix_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_slow": b.flat((exp_avg_slow_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_slow_codes": b.flat((exp_avg_slow_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_slow_scale": b.flat_per_block((exp_avg_slow_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -875,8 +877,8 @@ def ademamix_bfloat16_small_encode(values):
 
 
 def ademamix_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_slow_tensor,
-    exp_avg_slow_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_slow_codes_tensor,
+    exp_avg_slow_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -897,7 +899,7 @@ def ademamix_float16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -906,7 +908,7 @@ def ademamix_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -918,7 +920,7 @@ def ademamix_float16_decode(
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(torch.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 0x7fffffff
     exp_avg_slow_scale = torch.where(exp_avg_slow_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_slow_scale_bits).view(torch.float32)
-    exp_avg_slow_code = b.elements(exp_avg_slow_tensor)
+    exp_avg_slow_code = b.elements(exp_avg_slow_codes_tensor)
     exp_avg_slow_piece = exp_avg_slow_code.to(torch.int32)
     exp_avg_slow_code = exp_avg_slow_piece.to(torch.float32)
     exp_avg_slow_code = exp_avg_slow_code - 128.0
@@ -985,11 +987,11 @@ def ademamix_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_slow": b.flat((exp_avg_slow_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_slow_codes": b.flat((exp_avg_slow_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_slow_scale": b.flat_per_block((exp_avg_slow_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 

@@ -32,8 +32,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def ademamix_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr, exp_avg_sq_ptr,
-    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_slow_codes_ptr, exp_avg_slow_scale_ptr,
+    exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
     lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -45,14 +45,14 @@ def ademamix_float32_tile(
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(tl.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 0x7fffffff
     exp_avg_slow_scale = tl.where(exp_avg_slow_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_slow_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_slow_code = get(exp_avg_slow_ptr, at, live, MASKED)
+    exp_avg_slow_code = get(exp_avg_slow_codes_ptr, at, live, MASKED)
     exp_avg_slow_code = counter(exp_avg_slow_code) - 8388736.0
     exp_avg_slow_bend = tl.abs(exp_avg_slow_code)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -61,7 +61,7 @@ def ademamix_float32_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -109,7 +109,7 @@ def ademamix_float32_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -121,7 +121,7 @@ def ademamix_float32_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_slow_abs = tl.abs(exp_avg_slow)
     exp_avg_slow_top = block_magnitude(exp_avg_slow, live, MASKED)
     exp_avg_slow_up = tl.maximum(exp_avg_slow_top, 0x4800000) + 32767
@@ -137,7 +137,7 @@ def ademamix_float32_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_slow_ptr, at, rounded(exp_avg_slow_pattern, noise_2, 20), live, MASKED)
+    put(exp_avg_slow_codes_ptr, at, rounded(exp_avg_slow_pattern, noise_2, 20), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -156,11 +156,11 @@ def ademamix_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_slow_ptr = pointer(row + 4, tl.uint8, ALIGNED)            # uint8 [n]  read and written
+    exp_avg_slow_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)      # uint8 [n]  read and written
     exp_avg_slow_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)      # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -186,8 +186,8 @@ def ademamix_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             ademamix_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr, exp_avg_sq_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_slow_codes_ptr, exp_avg_slow_scale_ptr,
+                exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
             )
@@ -198,11 +198,11 @@ def ademamix_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_slow_ptr += origin
+        exp_avg_slow_codes_ptr += origin
         exp_avg_slow_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -211,9 +211,9 @@ def ademamix_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 ademamix_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_slow_ptr + start + odd * TILE,
-                    exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_slow_codes_ptr + start + odd * TILE,
+                    exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
@@ -226,10 +226,10 @@ def ademamix_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             ademamix_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_slow_codes_ptr + start, exp_avg_slow_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                 scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
             )
@@ -317,11 +317,11 @@ def ademamix_float32_small(
 
 @triton.jit
 def ademamix_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-    exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-    lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_slow_codes_ptr,
+    exp_avg_slow_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+    scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -330,14 +330,14 @@ def ademamix_bfloat16_tile(
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(tl.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 0x7fffffff
     exp_avg_slow_scale = tl.where(exp_avg_slow_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_slow_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_slow_code = get(exp_avg_slow_ptr, at, live, MASKED)
+    exp_avg_slow_code = get(exp_avg_slow_codes_ptr, at, live, MASKED)
     exp_avg_slow_code = counter(exp_avg_slow_code) - 8388736.0
     exp_avg_slow_bend = tl.abs(exp_avg_slow_code)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -346,7 +346,7 @@ def ademamix_bfloat16_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -408,7 +408,7 @@ def ademamix_bfloat16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -420,7 +420,7 @@ def ademamix_bfloat16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_slow_abs = tl.abs(exp_avg_slow)
     exp_avg_slow_top = block_magnitude(exp_avg_slow, live, MASKED)
     exp_avg_slow_up = tl.maximum(exp_avg_slow_top, 0x4800000) + 32767
@@ -429,7 +429,7 @@ def ademamix_bfloat16_tile(
     exp_avg_slow_divisor = tl.minimum(exp_avg_slow_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_slow_divisor_mul = exp_avg_slow_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_slow_pattern = tl.fma(exp_avg_slow, reciprocal(tl.fma(0.003937007874015748, exp_avg_slow_abs, exp_avg_slow_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_slow_ptr, at, rounded(exp_avg_slow_pattern, noise_2, 20), live, MASKED)
+    put(exp_avg_slow_codes_ptr, at, rounded(exp_avg_slow_pattern, noise_2, 20), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -449,11 +449,11 @@ def ademamix_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_slow_ptr = pointer(row + 5, tl.uint8, ALIGNED)            # uint8 [n]  read and written
+    exp_avg_slow_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)      # uint8 [n]  read and written
     exp_avg_slow_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)      # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -479,10 +479,11 @@ def ademamix_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             ademamix_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_slow_codes_ptr,
+                exp_avg_slow_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+                scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key,
+                stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -492,11 +493,11 @@ def ademamix_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_slow_ptr += origin
+        exp_avg_slow_codes_ptr += origin
         exp_avg_slow_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -506,9 +507,9 @@ def ademamix_bfloat16(
             for odd in tl.static_range(2):
                 ademamix_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_slow_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_slow_codes_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
@@ -520,9 +521,9 @@ def ademamix_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             ademamix_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
-                exp_avg_slow_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_slow_codes_ptr + start,
+                exp_avg_slow_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
@@ -651,11 +652,11 @@ def ademamix_bfloat16_small(
 
 @triton.jit
 def ademamix_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-    exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-    lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_slow_codes_ptr,
+    exp_avg_slow_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+    scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -664,14 +665,14 @@ def ademamix_float16_tile(
     exp_avg_slow_scale_bits = exp_avg_slow_scale.to(tl.int32) << 15
     exp_avg_slow_scale_bits = exp_avg_slow_scale_bits & 0x7fffffff
     exp_avg_slow_scale = tl.where(exp_avg_slow_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_slow_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_slow_code = get(exp_avg_slow_ptr, at, live, MASKED)
+    exp_avg_slow_code = get(exp_avg_slow_codes_ptr, at, live, MASKED)
     exp_avg_slow_code = counter(exp_avg_slow_code) - 8388736.0
     exp_avg_slow_bend = tl.abs(exp_avg_slow_code)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -680,7 +681,7 @@ def ademamix_float16_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -758,7 +759,7 @@ def ademamix_float16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -770,7 +771,7 @@ def ademamix_float16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_slow_abs = tl.abs(exp_avg_slow)
     exp_avg_slow_top = block_magnitude(exp_avg_slow, live, MASKED)
     exp_avg_slow_up = tl.maximum(exp_avg_slow_top, 0x4800000) + 32767
@@ -779,7 +780,7 @@ def ademamix_float16_tile(
     exp_avg_slow_divisor = tl.minimum(exp_avg_slow_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_slow_divisor_mul = exp_avg_slow_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_slow_pattern = tl.fma(exp_avg_slow, reciprocal(tl.fma(0.003937007874015748, exp_avg_slow_abs, exp_avg_slow_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_slow_ptr, at, rounded(exp_avg_slow_pattern, noise_2, 20), live, MASKED)
+    put(exp_avg_slow_codes_ptr, at, rounded(exp_avg_slow_pattern, noise_2, 20), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -799,11 +800,11 @@ def ademamix_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_slow_ptr = pointer(row + 5, tl.uint8, ALIGNED)            # uint8 [n]  read and written
+    exp_avg_slow_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)      # uint8 [n]  read and written
     exp_avg_slow_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)      # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -829,10 +830,11 @@ def ademamix_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             ademamix_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_slow_ptr, exp_avg_slow_scale_ptr,
-                exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_slow_codes_ptr,
+                exp_avg_slow_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+                scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key,
+                stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -842,11 +844,11 @@ def ademamix_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_slow_ptr += origin
+        exp_avg_slow_codes_ptr += origin
         exp_avg_slow_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -856,9 +858,9 @@ def ademamix_float16(
             for odd in tl.static_range(2):
                 ademamix_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_slow_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_slow_codes_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
@@ -870,9 +872,9 @@ def ademamix_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             ademamix_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
-                exp_avg_slow_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_slow_codes_ptr + start,
+                exp_avg_slow_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,

@@ -110,7 +110,7 @@ VARIANTS = (
         small=False,
         flags={'factored': True},
         fields=(
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
             Field("exp_avg_sq_row", "float32", per=1, zero=0, state="exp_avg_sq_row", space="row", nonneg=True),
             Field("exp_avg_sq_col", "float32", per=1, zero=0, state="exp_avg_sq_col", space="col", nonneg=True),
@@ -230,7 +230,7 @@ VARIANTS = (
         flags={'factored': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
             Field("exp_avg_sq_row", "float32", per=1, zero=0, state="exp_avg_sq_row", space="row", nonneg=True),
             Field("exp_avg_sq_col", "float32", per=1, zero=0, state="exp_avg_sq_col", space="col", nonneg=True),
@@ -351,7 +351,7 @@ VARIANTS = (
         flags={'factored': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
             Field("exp_avg_sq_row", "float32", per=1, zero=0, state="exp_avg_sq_row", space="row", nonneg=True),
             Field("exp_avg_sq_col", "float32", per=1, zero=0, state="exp_avg_sq_col", space="col", nonneg=True),
@@ -471,9 +471,9 @@ VARIANTS = (
         small=False,
         flags={'factored': False},
         fields=(
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
             Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('eps1', 'beta2', 'grad_scale', 'one_minus_beta2', 'clip_threshold', 'lr', 'beta1', 'one_minus_beta1', 'one_minus_lr_times_weight_decay'),
@@ -534,9 +534,9 @@ VARIANTS = (
         flags={'factored': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
             Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('eps1', 'beta2', 'grad_scale', 'one_minus_beta2', 'clip_threshold', 'lr', 'beta1', 'one_minus_beta1', 'one_minus_lr_times_weight_decay'),
@@ -598,9 +598,9 @@ VARIANTS = (
         flags={'factored': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
-            Field("exp_avg_sq", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
             Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('eps1', 'beta2', 'grad_scale', 'one_minus_beta2', 'clip_threshold', 'lr', 'beta1', 'one_minus_beta1', 'one_minus_lr_times_weight_decay'),

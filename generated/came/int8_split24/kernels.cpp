@@ -309,7 +309,7 @@ struct came_float32_10 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
         {18, 27, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_res_row
         {19, 28, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
@@ -327,7 +327,7 @@ struct came_float32_10 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];                  // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];            // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];            // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[3];  // float32 [row]  for row_sum
         // float32 [col]  read
@@ -380,7 +380,7 @@ struct came_float32_10 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
@@ -413,14 +413,14 @@ struct came_float32_10 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -564,7 +564,7 @@ struct came_float32_15 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
         {23, -1, 4, ROW, true, false, NONE, 3},  // one_over_sqrt_row_div_2
         {21, -1, 4, COLUMN, true, false, NONE, 4},  // one_over_sqrt_exp_avg_res_col_2
@@ -573,7 +573,7 @@ struct came_float32_15 {
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                              // float32 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[1];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[3];
@@ -596,11 +596,11 @@ struct came_float32_15 {
         // -- elements: decode, update  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F p = load(p_at + i);
@@ -1383,7 +1383,7 @@ struct came_bfloat16_10 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
         {19, 28, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_exp_avg_res_row
         {20, 29, 4, COLUMN, false, true, TOTAL, 3},  // col_sum_for_exp_avg_res_col
@@ -1401,7 +1401,7 @@ struct came_bfloat16_10 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];                  // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];            // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];            // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_exp_avg_res_row_at = (float *)at[3];  // float32 [row]  for row_sum
         // float32 [col]  read
@@ -1454,7 +1454,7 @@ struct came_bfloat16_10 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F one_over_sqrt_exp_avg_sq_col_2_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
@@ -1487,14 +1487,14 @@ struct came_bfloat16_10 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1639,7 +1639,7 @@ struct came_bfloat16_15 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
         {24, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div_2
         {22, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_res_col_2
@@ -1649,7 +1649,7 @@ struct came_bfloat16_15 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                        // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                 // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[2];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[4];
@@ -1690,13 +1690,13 @@ struct came_bfloat16_15 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U16 p_stored = raw(p_at + i);
@@ -1897,7 +1897,7 @@ struct came_float16_15 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
         {24, -1, 4, ROW, true, false, NONE, 4},  // one_over_sqrt_row_div_2
         {22, -1, 4, COLUMN, true, false, NONE, 5},  // one_over_sqrt_exp_avg_res_col_2
@@ -1907,7 +1907,7 @@ struct came_float16_15 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                        // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                 // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[2];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_2_at = (const float *)at[4];
@@ -1948,13 +1948,13 @@ struct came_float16_15 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U16 p_stored = raw(p_at + i);
@@ -2084,7 +2084,7 @@ struct came_float32_no_factored_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {4, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
         {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     };
@@ -2093,7 +2093,7 @@ struct came_float32_no_factored_1 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[1];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[1];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_of_g_at = (float *)at[3];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
@@ -2118,13 +2118,13 @@ struct came_float32_no_factored_1 {
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2177,9 +2177,9 @@ struct came_float32_no_factored_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {7, -1, 4, WHOLE, true, false, NONE, 6},  // one_over_one_max_tensor_div
     };
@@ -2195,9 +2195,9 @@ struct came_float32_no_factored_3 {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[6];
@@ -2276,12 +2276,12 @@ struct came_float32_no_factored_3 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F p = load(p_at + i);
@@ -2344,8 +2344,8 @@ struct came_float32_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2359,8 +2359,8 @@ struct came_float32_no_factored_3 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -2496,7 +2496,7 @@ struct came_bfloat16_no_factored_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {5, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
         {7, 9, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     };
@@ -2505,7 +2505,7 @@ struct came_bfloat16_no_factored_1 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[1];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[1];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_of_g_at = (float *)at[3];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
@@ -2530,13 +2530,13 @@ struct came_bfloat16_no_factored_1 {
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2592,9 +2592,9 @@ struct came_bfloat16_no_factored_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_over_one_max_tensor_div
     };
@@ -2611,9 +2611,9 @@ struct came_bfloat16_no_factored_3 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[7];
@@ -2692,12 +2692,12 @@ struct came_bfloat16_no_factored_3 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F g_cast = g_stored;
@@ -2776,8 +2776,8 @@ struct came_bfloat16_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2791,8 +2791,8 @@ struct came_bfloat16_no_factored_3 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -2962,9 +2962,9 @@ struct came_float16_no_factored_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_over_one_max_tensor_div
     };
@@ -2981,9 +2981,9 @@ struct came_float16_no_factored_3 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_one_max_tensor_div_at = (const float *)at[7];
@@ -3062,12 +3062,12 @@ struct came_float16_no_factored_3 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F g_cast = g_stored;
@@ -3164,8 +3164,8 @@ struct came_float16_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -3179,8 +3179,8 @@ struct came_float16_no_factored_3 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -3298,7 +3298,7 @@ struct came_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -3408,7 +3408,7 @@ struct came_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -3519,7 +3519,7 @@ struct came_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
         {4, ROW},  // exp_avg_sq_row
         {4, COLUMN},  // exp_avg_sq_col
@@ -3629,9 +3629,9 @@ struct came_float32_no_factored {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_over_one_max_tensor_div
@@ -3674,9 +3674,9 @@ struct came_bfloat16_no_factored {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_over_one_max_tensor_div
@@ -3720,9 +3720,9 @@ struct came_float16_no_factored {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_over_one_max_tensor_div

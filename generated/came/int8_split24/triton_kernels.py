@@ -552,8 +552,8 @@ def came_float32_7(
 
 @triton.jit
 def came_float32_10_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_block,
-    at_row, at_col, live, live_block, live_row, live_col, index, beta1, grad_scale,
+    g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
+    at_block, at_row, at_col, live, live_block, live_row, live_col, index, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -565,7 +565,7 @@ def came_float32_10_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -591,7 +591,7 @@ def came_float32_10_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
     return term(row_mul_3_fma, at, live, MASKED)
 
@@ -605,7 +605,7 @@ def came_float32_10(
     item = work + 2 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -633,7 +633,7 @@ def came_float32_10(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
     row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 29)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
@@ -651,7 +651,7 @@ def came_float32_10(
     for tile in range(full):
         start = tile * ROWS
         row_mul_3_mul_term = came_float32_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
             at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
@@ -659,7 +659,7 @@ def came_float32_10(
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
         row_mul_3_mul_term = came_float32_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -668,7 +668,7 @@ def came_float32_10(
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
         row_mul_3_mul_term = came_float32_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -677,7 +677,7 @@ def came_float32_10(
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
         row_mul_3_mul_term = came_float32_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -694,7 +694,7 @@ def came_float32_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_mul_3_mul_term = came_float32_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -705,7 +705,7 @@ def came_float32_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         row_mul_3_mul_term = came_float32_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -717,7 +717,7 @@ def came_float32_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         row_mul_3_mul_term = came_float32_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -729,7 +729,7 @@ def came_float32_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         row_mul_3_mul_term = came_float32_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -755,7 +755,7 @@ def came_float32_10_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read and written
     row_sum_for_exp_avg_res_row_ptr = pointer(row + 27, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_res_col_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
@@ -785,8 +785,8 @@ def came_float32_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_mul_3_mul_term = came_float32_10_tile(
-            g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, block,
-            at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
+            g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
+            block, at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
         put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
@@ -967,9 +967,9 @@ def came_float32_11(
 
 @triton.jit
 def came_float32_15_tile(
-    p_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr,
-    at, at_block, at_row, at_col, live, live_block, live_row, live_col, lr, one_minus_lr_times_weight_decay,
-    MASKED: tl.constexpr,
+    p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
+    one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col,
+    lr, one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -977,7 +977,7 @@ def came_float32_15_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     one_over_sqrt_row_div_2 = get(one_over_sqrt_row_div_2_ptr, at_row, live_row, MASKED)
@@ -1001,7 +1001,7 @@ def came_float32_15(
     item = work + 2 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
     one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [columns]  read
@@ -1024,7 +1024,7 @@ def came_float32_15(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
     one_over_sqrt_row_div_2_ptr += top
     one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
@@ -1034,24 +1034,24 @@ def came_float32_15(
     for tile in range(full):
         start = tile * ROWS
         came_float32_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            p_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, at,
             at_block, at_row, lane, lr, one_minus_lr_times_weight_decay, False,
         )
         came_float32_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row, lane, at, at_block, at_row, lane, lr,
             one_minus_lr_times_weight_decay, False,
         )
         came_float32_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row, lane, at, at_block, at_row, lane, lr,
             one_minus_lr_times_weight_decay, False,
         )
         came_float32_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row, lane, at, at_block, at_row, lane, lr,
             one_minus_lr_times_weight_decay, False,
@@ -1063,7 +1063,7 @@ def came_float32_15(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         came_float32_15_tile(
-            p_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            p_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane,
             live, live_block, live_row, live_col, lr, one_minus_lr_times_weight_decay, True,
         )
@@ -1071,7 +1071,7 @@ def came_float32_15(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         came_float32_15_tile(
-            p_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row, lane, live, live_block, live_row,
             live_col, lr, one_minus_lr_times_weight_decay, True,
@@ -1080,7 +1080,7 @@ def came_float32_15(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         came_float32_15_tile(
-            p_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row, lane, live, live_block, live_row,
             live_col, lr, one_minus_lr_times_weight_decay, True,
@@ -1089,7 +1089,7 @@ def came_float32_15(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         came_float32_15_tile(
-            p_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row, lane, live, live_block, live_row,
             live_col, lr, one_minus_lr_times_weight_decay, True,
@@ -1105,7 +1105,7 @@ def came_float32_15_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.uint8, False)                   # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, False)             # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, False)             # int16 [blocks of 64]  read
     one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [columns]  read
@@ -1127,8 +1127,9 @@ def came_float32_15_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         came_float32_15_tile(
-            p_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr, one_over_sqrt_exp_avg_res_col_2_ptr,
-            at, block, at_row, at_col, live, live_block, live, live, lr, one_minus_lr_times_weight_decay, True,
+            p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
+            one_over_sqrt_exp_avg_res_col_2_ptr, at, block, at_row, at_col, live, live_block, live, live, lr,
+            one_minus_lr_times_weight_decay, True,
         )
 
 
@@ -2130,8 +2131,8 @@ def came_bfloat16_7(
 
 @triton.jit
 def came_bfloat16_10_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_block,
-    at_row, at_col, live, live_block, live_row, live_col, index, beta1, grad_scale,
+    g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
+    at_block, at_row, at_col, live, live_block, live_row, live_col, index, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2144,7 +2145,7 @@ def came_bfloat16_10_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # -- update  (specs/came.py)
@@ -2169,7 +2170,7 @@ def came_bfloat16_10_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
     return term(row_mul_3_fma, at, live, MASKED)
 
@@ -2183,7 +2184,7 @@ def came_bfloat16_10(
     item = work + 2 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2211,7 +2212,7 @@ def came_bfloat16_10(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
     row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
@@ -2229,7 +2230,7 @@ def came_bfloat16_10(
     for tile in range(full):
         start = tile * ROWS
         row_mul_3_mul_term = came_bfloat16_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
             at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
@@ -2237,7 +2238,7 @@ def came_bfloat16_10(
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
         row_mul_3_mul_term = came_bfloat16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -2246,7 +2247,7 @@ def came_bfloat16_10(
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
         row_mul_3_mul_term = came_bfloat16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -2255,7 +2256,7 @@ def came_bfloat16_10(
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
         row_mul_3_mul_term = came_bfloat16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -2272,7 +2273,7 @@ def came_bfloat16_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_mul_3_mul_term = came_bfloat16_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -2283,7 +2284,7 @@ def came_bfloat16_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         row_mul_3_mul_term = came_bfloat16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -2295,7 +2296,7 @@ def came_bfloat16_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         row_mul_3_mul_term = came_bfloat16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -2307,7 +2308,7 @@ def came_bfloat16_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         row_mul_3_mul_term = came_bfloat16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -2333,7 +2334,7 @@ def came_bfloat16_10_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
     row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, False)  # float32 [partial results]  written
@@ -2363,8 +2364,8 @@ def came_bfloat16_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_mul_3_mul_term = came_bfloat16_10_tile(
-            g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, block,
-            at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
+            g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
+            block, at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
         put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
@@ -2420,7 +2421,7 @@ def came_bfloat16_11(
 
 @triton.jit
 def came_bfloat16_15_tile(
-    p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
+    p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
     one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col,
     index, lr, one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -2430,7 +2431,7 @@ def came_bfloat16_15_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -2470,7 +2471,7 @@ def came_bfloat16_15(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
     one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [columns]  read
@@ -2497,7 +2498,7 @@ def came_bfloat16_15(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
     one_over_sqrt_row_div_2_ptr += top
     one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
@@ -2509,7 +2510,7 @@ def came_bfloat16_15(
     for tile in range(full):
         start = tile * ROWS
         came_bfloat16_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
@@ -2517,21 +2518,21 @@ def came_bfloat16_15(
         )
         came_bfloat16_15_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
             lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         came_bfloat16_15_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
             lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         came_bfloat16_15_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
             lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
@@ -2543,7 +2544,7 @@ def came_bfloat16_15(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         came_bfloat16_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
@@ -2554,7 +2555,7 @@ def came_bfloat16_15(
         live_block = live_row & (block * 64 < width - 256)
         came_bfloat16_15_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
             lane, live, live_block, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -2564,7 +2565,7 @@ def came_bfloat16_15(
         live_block = live_row & (block * 64 < width - 512)
         came_bfloat16_15_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
             lane, live, live_block, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -2574,7 +2575,7 @@ def came_bfloat16_15(
         live_block = live_row & (block * 64 < width - 768)
         came_bfloat16_15_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
             lane, live, live_block, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -2591,7 +2592,7 @@ def came_bfloat16_15_flat(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
     one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [columns]  read
@@ -2618,7 +2619,7 @@ def came_bfloat16_15_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         came_bfloat16_15_tile(
-            p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
+            p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, block, at_row, at_col, live, live_block, live, live, number, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
@@ -3452,8 +3453,8 @@ def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
 
 @triton.jit
 def came_float16_10_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_block,
-    at_row, at_col, live, live_block, live_row, live_col, index, beta1, grad_scale,
+    g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
+    at_block, at_row, at_col, live, live_block, live_row, live_col, index, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -3466,7 +3467,7 @@ def came_float16_10_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     # -- update  (specs/came.py)
@@ -3491,7 +3492,7 @@ def came_float16_10_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
     return term(row_mul_3_fma, at, live, MASKED)
 
@@ -3505,7 +3506,7 @@ def came_float16_10(
     item = work + 2 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, ALIGNED)  # float32 [partial results]  written
     col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -3533,7 +3534,7 @@ def came_float16_10(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
     row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 30)) + top
     col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
@@ -3551,7 +3552,7 @@ def came_float16_10(
     for tile in range(full):
         start = tile * ROWS
         row_mul_3_mul_term = came_float16_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
             at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
@@ -3559,7 +3560,7 @@ def came_float16_10(
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
         row_mul_3_mul_term = came_float16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -3568,7 +3569,7 @@ def came_float16_10(
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
         row_mul_3_mul_term = came_float16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -3577,7 +3578,7 @@ def came_float16_10(
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
         row_mul_3_mul_term = came_float16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -3594,7 +3595,7 @@ def came_float16_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_mul_3_mul_term = came_float16_10_tile(
-            g_ptr + start * columns, exp_avg_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
+            g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -3605,7 +3606,7 @@ def came_float16_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         row_mul_3_mul_term = came_float16_10_tile(
-            g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
+            g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + 256 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -3617,7 +3618,7 @@ def came_float16_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         row_mul_3_mul_term = came_float16_10_tile(
-            g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
+            g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + 512 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -3629,7 +3630,7 @@ def came_float16_10(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         row_mul_3_mul_term = came_float16_10_tile(
-            g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
+            g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + 768 + (start + at_row) * padded | lane & 7, beta1, grad_scale, one_minus_beta1_times_grad_scale,
@@ -3655,7 +3656,7 @@ def came_float16_10_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 43 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read and written
     row_sum_for_exp_avg_res_row_ptr = pointer(row + 28, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_res_col_ptr = pointer(row + 29, tl.float32, False)  # float32 [partial results]  written
@@ -3685,8 +3686,8 @@ def came_float16_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_mul_3_mul_term = came_float16_10_tile(
-            g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, block,
-            at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
+            g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
+            block, at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
         put(row_mul_3_mul_term_ptr, at, row_mul_3_mul_term * row_mul_3_mul_term, live, True)
@@ -3694,7 +3695,7 @@ def came_float16_10_flat(
 
 @triton.jit
 def came_float16_15_tile(
-    p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
+    p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
     one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col,
     index, lr, one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -3704,7 +3705,7 @@ def came_float16_15_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     index = within(index, exp_avg_code)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -3760,7 +3761,7 @@ def came_float16_15(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
     one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [columns]  read
@@ -3787,7 +3788,7 @@ def came_float16_15(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    exp_avg_ptr += top * columns + left
+    exp_avg_codes_ptr += top * columns + left
     exp_avg_scale_ptr += top * blocks + left // 64
     one_over_sqrt_row_div_2_ptr += top
     one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
@@ -3799,7 +3800,7 @@ def came_float16_15(
     for tile in range(full):
         start = tile * ROWS
         came_float16_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
@@ -3807,21 +3808,21 @@ def came_float16_15(
         )
         came_float16_15_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
             lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         came_float16_15_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
             lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
         )
         came_float16_15_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
             lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, False,
@@ -3833,7 +3834,7 @@ def came_float16_15(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         came_float16_15_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, exp_avg_codes_ptr + start * columns,
             exp_avg_scale_ptr + start * blocks, one_over_sqrt_row_div_2_ptr + start,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, lane, live, live_block, live_row, live_col,
             before + (start + at_row) * padded | lane & 7, lr, one_minus_lr_times_weight_decay, step_key, stream_key,
@@ -3844,7 +3845,7 @@ def came_float16_15(
         live_block = live_row & (block * 64 < width - 256)
         came_float16_15_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            exp_avg_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
+            exp_avg_codes_ptr + start * columns + 256, exp_avg_scale_ptr + start * blocks + 4,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 256, at, at_block, at_row,
             lane, live, live_block, live_row, live_col, before + 256 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -3854,7 +3855,7 @@ def came_float16_15(
         live_block = live_row & (block * 64 < width - 512)
         came_float16_15_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            exp_avg_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
+            exp_avg_codes_ptr + start * columns + 512, exp_avg_scale_ptr + start * blocks + 8,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 512, at, at_block, at_row,
             lane, live, live_block, live_row, live_col, before + 512 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -3864,7 +3865,7 @@ def came_float16_15(
         live_block = live_row & (block * 64 < width - 768)
         came_float16_15_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            exp_avg_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
+            exp_avg_codes_ptr + start * columns + 768, exp_avg_scale_ptr + start * blocks + 12,
             one_over_sqrt_row_div_2_ptr + start, one_over_sqrt_exp_avg_res_col_2_ptr + 768, at, at_block, at_row,
             lane, live, live_block, live_row, live_col, before + 768 + (start + at_row) * padded | lane & 7, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -3881,7 +3882,7 @@ def came_float16_15_flat(
     row = table + 43 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, False)                   # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, False)             # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, False)             # int16 [blocks of 64]  read
     one_over_sqrt_row_div_2_ptr = pointer(row + 24, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [columns]  read
@@ -3908,7 +3909,7 @@ def came_float16_15_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         came_float16_15_tile(
-            p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
+            p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
             one_over_sqrt_exp_avg_res_col_2_ptr, at, block, at_row, at_col, live, live_block, live, live, number, lr,
             one_minus_lr_times_weight_decay, step_key, stream_key, True,
         )
@@ -4511,7 +4512,7 @@ def came_float16_small_15_flat(
 
 @triton.jit
 def came_float32_no_factored_1_tile(
-    g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, eps1, beta2,
+    g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, eps1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -4523,7 +4524,7 @@ def came_float32_no_factored_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4548,7 +4549,7 @@ def came_float32_no_factored_1(
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 12)
@@ -4572,7 +4573,7 @@ def came_float32_no_factored_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             tensor_sum_term = came_float32_no_factored_1_tile(
-                g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
+                g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -4582,14 +4583,14 @@ def came_float32_no_factored_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term = came_float32_no_factored_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, eps1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, False,
                 )
@@ -4601,7 +4602,7 @@ def came_float32_no_factored_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term = came_float32_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
+                g_ptr + start, exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -4630,7 +4631,7 @@ def came_float32_no_factored_2(
 
 @triton.jit
 def came_float32_no_factored_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
     one_over_one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1, beta1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
@@ -4645,7 +4646,7 @@ def came_float32_no_factored_3_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4654,7 +4655,7 @@ def came_float32_no_factored_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p = get(p_ptr, at, live, MASKED)
@@ -4686,7 +4687,7 @@ def came_float32_no_factored_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -4702,7 +4703,7 @@ def came_float32_no_factored_3_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -4721,9 +4722,9 @@ def came_float32_no_factored_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     one_over_one_max_tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
@@ -4750,7 +4751,7 @@ def came_float32_no_factored_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             came_float32_no_factored_3_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
                 one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
@@ -4762,9 +4763,9 @@ def came_float32_no_factored_3(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -4773,8 +4774,8 @@ def came_float32_no_factored_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 came_float32_no_factored_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_one_max_tensor_div_ptr, at, at_block,
                     at, at_block, numbered(before + start + odd * TILE, at), eps1, beta1, beta2, grad_scale_times_grad_scale,
                     one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
@@ -4787,8 +4788,8 @@ def came_float32_no_factored_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             came_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
                 one_over_one_max_tensor_div_ptr, few, few_blocks, live, live_block, numbered(before + start, few), eps1,
                 beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
@@ -4958,7 +4959,7 @@ def came_float32_no_factored_small_3(
 
 @triton.jit
 def came_bfloat16_no_factored_1_tile(
-    g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, eps1, beta2,
+    g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, eps1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -4970,7 +4971,7 @@ def came_bfloat16_no_factored_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4996,7 +4997,7 @@ def came_bfloat16_no_factored_1(
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
@@ -5020,7 +5021,7 @@ def came_bfloat16_no_factored_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
+                g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -5030,14 +5031,14 @@ def came_bfloat16_no_factored_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, eps1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, False,
                 )
@@ -5049,7 +5050,7 @@ def came_bfloat16_no_factored_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
+                g_ptr + start, exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -5078,9 +5079,9 @@ def came_bfloat16_no_factored_2(
 
 @triton.jit
 def came_bfloat16_no_factored_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_over_one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1, beta1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, one_over_one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1,
+    beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -5093,7 +5094,7 @@ def came_bfloat16_no_factored_3_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -5102,7 +5103,7 @@ def came_bfloat16_no_factored_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -5142,7 +5143,7 @@ def came_bfloat16_no_factored_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -5158,7 +5159,7 @@ def came_bfloat16_no_factored_3_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -5178,9 +5179,9 @@ def came_bfloat16_no_factored_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     one_over_one_max_tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 13)
@@ -5207,9 +5208,9 @@ def came_bfloat16_no_factored_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             came_bfloat16_no_factored_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1,
+                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -5220,9 +5221,9 @@ def came_bfloat16_no_factored_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -5232,8 +5233,8 @@ def came_bfloat16_no_factored_3(
             for odd in tl.static_range(2):
                 came_bfloat16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
@@ -5245,8 +5246,8 @@ def came_bfloat16_no_factored_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             came_bfloat16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), eps1, beta1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
@@ -5457,7 +5458,7 @@ def came_bfloat16_no_factored_small_3(
 
 @triton.jit
 def came_float16_no_factored_1_tile(
-    g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, eps1, beta2,
+    g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, eps1, beta2,
     grad_scale_times_grad_scale, one_minus_beta2, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -5469,7 +5470,7 @@ def came_float16_no_factored_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -5495,7 +5496,7 @@ def came_float16_no_factored_1(
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
@@ -5519,7 +5520,7 @@ def came_float16_no_factored_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             tensor_sum_term = came_float16_no_factored_1_tile(
-                g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
+                g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -5529,14 +5530,14 @@ def came_float16_no_factored_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term = came_float16_no_factored_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, eps1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, False,
                 )
@@ -5548,7 +5549,7 @@ def came_float16_no_factored_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term = came_float16_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
+                g_ptr + start, exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
                 few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -5557,9 +5558,9 @@ def came_float16_no_factored_1(
 
 @triton.jit
 def came_float16_no_factored_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_over_one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1, beta1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, one_over_one_max_tensor_div_ptr, at, at_block, live, live_block, index, eps1,
+    beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -5572,7 +5573,7 @@ def came_float16_no_factored_3_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -5581,7 +5582,7 @@ def came_float16_no_factored_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -5637,7 +5638,7 @@ def came_float16_no_factored_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -5653,7 +5654,7 @@ def came_float16_no_factored_3_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -5673,9 +5674,9 @@ def came_float16_no_factored_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     one_over_one_max_tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 13)
@@ -5702,9 +5703,9 @@ def came_float16_no_factored_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             came_float16_no_factored_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1,
+                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -5715,9 +5716,9 @@ def came_float16_no_factored_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -5727,8 +5728,8 @@ def came_float16_no_factored_3(
             for odd in tl.static_range(2):
                 came_float16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
@@ -5740,8 +5741,8 @@ def came_float16_no_factored_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             came_float16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), eps1, beta1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,

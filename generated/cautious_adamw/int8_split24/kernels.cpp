@@ -31,9 +31,9 @@ struct cautious_adamw_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {6, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_agrees
     };
@@ -42,9 +42,9 @@ struct cautious_adamw_float32_1 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[1];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_of_agrees_at = (float *)at[5];              // float32 [tensor]  for tensor_sum
         const F beta1(known.scalars[0]);
@@ -75,18 +75,18 @@ struct cautious_adamw_float32_1 {
         // -- elements: decode, update  (specs/cautious_adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g_2 = grad_scale * g;
@@ -136,9 +136,9 @@ struct cautious_adamw_float32_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {7, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_div
     };
@@ -154,9 +154,9 @@ struct cautious_adamw_float32_3 {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];    // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];    // int16 [blocks of 64]  read and written
         const float *__restrict tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -236,10 +236,10 @@ struct cautious_adamw_float32_3 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -313,7 +313,7 @@ struct cautious_adamw_float32_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -334,7 +334,7 @@ struct cautious_adamw_float32_3 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -352,14 +352,14 @@ struct cautious_adamw_float32_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -493,9 +493,9 @@ struct cautious_adamw_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {7, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_agrees
     };
@@ -504,9 +504,9 @@ struct cautious_adamw_bfloat16_1 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[1];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_of_agrees_at = (float *)at[5];              // float32 [tensor]  for tensor_sum
         const F beta1(known.scalars[0]);
@@ -537,8 +537,8 @@ struct cautious_adamw_bfloat16_1 {
         // -- elements: decode, update  (specs/cautious_adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -546,10 +546,10 @@ struct cautious_adamw_bfloat16_1 {
                 const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F g = grad_scale * g_cast;
@@ -600,9 +600,9 @@ struct cautious_adamw_bfloat16_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_div
     };
@@ -619,9 +619,9 @@ struct cautious_adamw_bfloat16_3 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
         const float *__restrict tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -703,10 +703,10 @@ struct cautious_adamw_bfloat16_3 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -786,7 +786,7 @@ struct cautious_adamw_bfloat16_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -807,7 +807,7 @@ struct cautious_adamw_bfloat16_3 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -825,14 +825,14 @@ struct cautious_adamw_bfloat16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -998,9 +998,9 @@ struct cautious_adamw_float16_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_div
     };
@@ -1017,9 +1017,9 @@ struct cautious_adamw_float16_3 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
         const float *__restrict tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -1101,10 +1101,10 @@ struct cautious_adamw_float16_3 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1202,7 +1202,7 @@ struct cautious_adamw_float16_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1223,7 +1223,7 @@ struct cautious_adamw_float16_3 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1241,14 +1241,14 @@ struct cautious_adamw_float16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1365,9 +1365,9 @@ struct cautious_adamw_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_agrees
         {4, WHOLE},  // tensor_div
@@ -1410,9 +1410,9 @@ struct cautious_adamw_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_agrees
         {4, WHOLE},  // tensor_div
@@ -1456,9 +1456,9 @@ struct cautious_adamw_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_agrees
         {4, WHOLE},  // tensor_div

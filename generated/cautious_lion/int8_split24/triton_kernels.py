@@ -25,7 +25,7 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def cautious_lion_float32_1_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, beta1, grad_scale,
+    g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -35,7 +35,7 @@ def cautious_lion_float32_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     g_2 = grad_scale * g
@@ -59,7 +59,7 @@ def cautious_lion_float32_1(
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
     tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 10)
@@ -83,7 +83,7 @@ def cautious_lion_float32_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             agrees_term = cautious_lion_float32_1_tile(
-                g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
+                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
                 one_minus_beta1_times_grad_scale, True,
             )
             agrees_terms_apart = agrees_terms_apart + agrees_term
@@ -93,14 +93,14 @@ def cautious_lion_float32_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 agrees_term = cautious_lion_float32_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
                     one_minus_beta1_times_grad_scale, False,
                 )
@@ -112,8 +112,8 @@ def cautious_lion_float32_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             agrees_term = cautious_lion_float32_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
-                live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
             agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
@@ -154,8 +154,8 @@ def cautious_lion_float32_2(table, work, lr: tl.float32, LANES: tl.constexpr):
 
 @triton.jit
 def cautious_lion_float32_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, tensor_div_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, tensor_div_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
     one_minus_beta2_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -166,7 +166,7 @@ def cautious_lion_float32_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     g_2 = grad_scale * g
@@ -201,7 +201,7 @@ def cautious_lion_float32_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -217,7 +217,7 @@ def cautious_lion_float32_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 10)
@@ -244,8 +244,8 @@ def cautious_lion_float32_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             cautious_lion_float32_3_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, tensor_div_ptr, where, block, live, live_block, number,
-                beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, tensor_div_ptr, where, block, live, live_block,
+                number, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, step_key, stream_key, True,
             )
     else:
@@ -255,7 +255,7 @@ def cautious_lion_float32_3(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -264,7 +264,7 @@ def cautious_lion_float32_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 cautious_lion_float32_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
@@ -276,7 +276,7 @@ def cautious_lion_float32_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             cautious_lion_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
                 tensor_div_ptr, few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2,
                 grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, step_key, stream_key, True,
@@ -434,7 +434,7 @@ def cautious_lion_float32_small_3(
 
 @triton.jit
 def cautious_lion_bfloat16_1_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, beta1, grad_scale,
+    g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -445,7 +445,7 @@ def cautious_lion_bfloat16_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     g = grad_scale * g_cast
@@ -469,7 +469,7 @@ def cautious_lion_bfloat16_1(
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
     tensor_sum_of_agrees_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 11)
@@ -493,7 +493,7 @@ def cautious_lion_bfloat16_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             agrees_term = cautious_lion_bfloat16_1_tile(
-                g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
+                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
                 one_minus_beta1_times_grad_scale, True,
             )
             agrees_terms_apart = agrees_terms_apart + agrees_term
@@ -503,14 +503,14 @@ def cautious_lion_bfloat16_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 agrees_term = cautious_lion_bfloat16_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
                     one_minus_beta1_times_grad_scale, False,
                 )
@@ -522,8 +522,8 @@ def cautious_lion_bfloat16_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             agrees_term = cautious_lion_bfloat16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
-                live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
             agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
@@ -548,7 +548,7 @@ def cautious_lion_bfloat16_2(table, work, lr: tl.float32, LANES: tl.constexpr):
 
 @triton.jit
 def cautious_lion_bfloat16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, tensor_div_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, tensor_div_ptr, at, at_block, live,
     live_block, index, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -562,7 +562,7 @@ def cautious_lion_bfloat16_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     g = grad_scale * g_cast
@@ -603,7 +603,7 @@ def cautious_lion_bfloat16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -620,7 +620,7 @@ def cautious_lion_bfloat16_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 11)
@@ -647,7 +647,7 @@ def cautious_lion_bfloat16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             cautious_lion_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, tensor_div_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, tensor_div_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
             )
@@ -659,7 +659,7 @@ def cautious_lion_bfloat16_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -669,10 +669,10 @@ def cautious_lion_bfloat16_3(
             for odd in tl.static_range(2):
                 cautious_lion_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -681,7 +681,7 @@ def cautious_lion_bfloat16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             cautious_lion_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
@@ -859,7 +859,7 @@ def cautious_lion_bfloat16_small_3(
 
 @triton.jit
 def cautious_lion_float16_1_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, beta1, grad_scale,
+    g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -870,7 +870,7 @@ def cautious_lion_float16_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     g = grad_scale * g_cast
@@ -894,7 +894,7 @@ def cautious_lion_float16_1(
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
     tensor_sum_of_agrees_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 11)
@@ -918,7 +918,7 @@ def cautious_lion_float16_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             agrees_term = cautious_lion_float16_1_tile(
-                g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
+                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
                 one_minus_beta1_times_grad_scale, True,
             )
             agrees_terms_apart = agrees_terms_apart + agrees_term
@@ -928,14 +928,14 @@ def cautious_lion_float16_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 agrees_term = cautious_lion_float16_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
                     one_minus_beta1_times_grad_scale, False,
                 )
@@ -947,8 +947,8 @@ def cautious_lion_float16_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             agrees_term = cautious_lion_float16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
-                live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
             agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
@@ -956,7 +956,7 @@ def cautious_lion_float16_1(
 
 @triton.jit
 def cautious_lion_float16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, tensor_div_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, tensor_div_ptr, at, at_block, live,
     live_block, index, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -970,7 +970,7 @@ def cautious_lion_float16_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     g = grad_scale * g_cast
@@ -1027,7 +1027,7 @@ def cautious_lion_float16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1044,7 +1044,7 @@ def cautious_lion_float16_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 11)
@@ -1071,7 +1071,7 @@ def cautious_lion_float16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             cautious_lion_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, tensor_div_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, tensor_div_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
             )
@@ -1083,7 +1083,7 @@ def cautious_lion_float16_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1093,10 +1093,10 @@ def cautious_lion_float16_3(
             for odd in tl.static_range(2):
                 cautious_lion_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1105,7 +1105,7 @@ def cautious_lion_float16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             cautious_lion_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,

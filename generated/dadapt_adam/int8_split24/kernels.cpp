@@ -77,11 +77,11 @@ struct dadapt_adam_float32_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
+        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {13, 17, 4, WHOLE, false, true, TOTAL, 8},  // tensor_sum_for_total
         {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_numerator
@@ -101,11 +101,11 @@ struct dadapt_adam_float32_2 {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];               // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[6];                     // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];               // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];               // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_total_at = (float *)at[8];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[9];  // float32 [tensor]  for tensor_sum
@@ -226,16 +226,16 @@ struct dadapt_adam_float32_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));                   // 30  g = where(lr > 0, g, 0.0)
@@ -319,9 +319,9 @@ struct dadapt_adam_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -339,9 +339,9 @@ struct dadapt_adam_float32_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -675,11 +675,11 @@ struct dadapt_adam_bfloat16_2 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // s_scale
         {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_total
         {15, 19, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_numerator
@@ -700,11 +700,11 @@ struct dadapt_adam_bfloat16_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];          // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[7];                      // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[7];                // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[8];                // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_total_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
@@ -825,15 +825,15 @@ struct dadapt_adam_bfloat16_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
@@ -913,7 +913,7 @@ struct dadapt_adam_bfloat16_2 {
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -934,8 +934,8 @@ struct dadapt_adam_bfloat16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -953,9 +953,9 @@ struct dadapt_adam_bfloat16_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -1278,11 +1278,11 @@ struct dadapt_adam_float16_2 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // s_scale
         {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_total
         {15, 19, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_numerator
@@ -1303,11 +1303,11 @@ struct dadapt_adam_float16_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];          // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[7];                      // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[7];                // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[8];                // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_total_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
@@ -1428,15 +1428,15 @@ struct dadapt_adam_float16_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
@@ -1516,7 +1516,7 @@ struct dadapt_adam_float16_2 {
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1554,8 +1554,8 @@ struct dadapt_adam_float16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1573,9 +1573,9 @@ struct dadapt_adam_float16_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -1755,11 +1755,11 @@ struct dadapt_adam_float32_use_bias_correction_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
+        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {13, 17, 4, WHOLE, false, true, TOTAL, 8},  // tensor_sum_for_total
         {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_numerator
@@ -1779,11 +1779,11 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];               // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];         // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];            // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];      // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[6];                     // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];               // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];               // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_total_at = (float *)at[8];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[9];  // float32 [tensor]  for tensor_sum
@@ -1904,16 +1904,16 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_3 = where(0.0f < moves, g_2, F(0.0f));                   // 30  g = where(lr > 0, g, 0.0)
@@ -1997,9 +1997,9 @@ struct dadapt_adam_float32_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2017,9 +2017,9 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -2193,11 +2193,11 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // s_scale
         {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_total
         {15, 19, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_numerator
@@ -2218,11 +2218,11 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];          // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[7];                      // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[7];                // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[8];                // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_total_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
@@ -2343,15 +2343,15 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
@@ -2431,7 +2431,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2452,8 +2452,8 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2471,9 +2471,9 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -2636,11 +2636,11 @@ struct dadapt_adam_float16_use_bias_correction_2 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // s_scale
         {14, 18, 4, WHOLE, false, true, TOTAL, 9},  // tensor_sum_for_total
         {15, 19, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_numerator
@@ -2661,11 +2661,11 @@ struct dadapt_adam_float16_use_bias_correction_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];          // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[7];                      // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[7];                // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[8];                // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_total_at = (float *)at[9];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[10];  // float32 [tensor]  for tensor_sum
@@ -2786,15 +2786,15 @@ struct dadapt_adam_float16_use_bias_correction_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_2 = where(0.0f < moves, g, F(0.0f));                     // 30  g = where(lr > 0, g, 0.0)
@@ -2874,7 +2874,7 @@ struct dadapt_adam_float16_use_bias_correction_2 {
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2912,8 +2912,8 @@ struct dadapt_adam_float16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2931,9 +2931,9 @@ struct dadapt_adam_float16_use_bias_correction_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -3072,11 +3072,11 @@ struct dadapt_adam_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, WHOLE},  // d
         {4, WHOLE},  // numerator_weighted
@@ -3138,11 +3138,11 @@ struct dadapt_adam_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, WHOLE},  // d
         {4, WHOLE},  // numerator_weighted
@@ -3205,11 +3205,11 @@ struct dadapt_adam_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, WHOLE},  // d
         {4, WHOLE},  // numerator_weighted
@@ -3271,11 +3271,11 @@ struct dadapt_adam_float32_use_bias_correction {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, WHOLE},  // d
         {4, WHOLE},  // numerator_weighted
@@ -3337,11 +3337,11 @@ struct dadapt_adam_bfloat16_use_bias_correction {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, WHOLE},  // d
         {4, WHOLE},  // numerator_weighted
@@ -3404,11 +3404,11 @@ struct dadapt_adam_float16_use_bias_correction {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, WHOLE},  // d
         {4, WHOLE},  // numerator_weighted

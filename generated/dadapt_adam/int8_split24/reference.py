@@ -32,10 +32,10 @@ from optgen.runtime.eager import (
 
 
 def dadapt_adam_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    s_tensor, s_scale_tensor, d_tensor, numerator_weighted_tensor, lr, weight_decay, gain1, gain3, eps,
-    grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3, one_minus_sqrt_beta2, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, d_tensor, numerator_weighted_tensor, lr,
+    weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
+    one_minus_sqrt_beta2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -66,7 +66,7 @@ def dadapt_adam_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -81,7 +81,7 @@ def dadapt_adam_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -90,7 +90,7 @@ def dadapt_adam_float32(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -163,11 +163,11 @@ def dadapt_adam_float32(
     tensor_sum_for_total_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (s_value / (sqrt(exp_avg_sq) + eps)))
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -286,10 +286,10 @@ def dadapt_adam_float32_small(
 
 
 def dadapt_adam_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, d_tensor, numerator_weighted_tensor, lr, weight_decay,
-    gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-    one_minus_sqrt_beta2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, d_tensor,
+    numerator_weighted_tensor, lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2,
+    keep3, growth_rate, beta3, one_minus_sqrt_beta2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -324,7 +324,7 @@ def dadapt_adam_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -339,7 +339,7 @@ def dadapt_adam_bfloat16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -348,7 +348,7 @@ def dadapt_adam_bfloat16(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -424,11 +424,11 @@ def dadapt_adam_bfloat16(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (s_value / (sqrt(exp_avg_sq) + eps)))
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -562,10 +562,10 @@ def dadapt_adam_bfloat16_small(
 
 
 def dadapt_adam_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, d_tensor, numerator_weighted_tensor, lr, weight_decay,
-    gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-    one_minus_sqrt_beta2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, d_tensor,
+    numerator_weighted_tensor, lr, weight_decay, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2,
+    keep3, growth_rate, beta3, one_minus_sqrt_beta2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -606,7 +606,7 @@ def dadapt_adam_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -621,7 +621,7 @@ def dadapt_adam_float16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -630,7 +630,7 @@ def dadapt_adam_float16(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -716,11 +716,11 @@ def dadapt_adam_float16(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (s_value / (sqrt(exp_avg_sq) + eps)))
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -870,10 +870,10 @@ def dadapt_adam_float16_small(
 
 
 def dadapt_adam_float32_use_bias_correction(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    s_tensor, s_scale_tensor, d_tensor, numerator_weighted_tensor, weight_decay, own, gain1, gain3, eps,
-    grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3, one_minus_sqrt_beta2, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, d_tensor, numerator_weighted_tensor,
+    weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
+    one_minus_sqrt_beta2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -904,7 +904,7 @@ def dadapt_adam_float32_use_bias_correction(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -919,7 +919,7 @@ def dadapt_adam_float32_use_bias_correction(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -928,7 +928,7 @@ def dadapt_adam_float32_use_bias_correction(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1001,11 +1001,11 @@ def dadapt_adam_float32_use_bias_correction(
     tensor_sum_for_total_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (s_value / (sqrt(exp_avg_sq) + eps)))
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -1124,10 +1124,10 @@ def dadapt_adam_float32_use_bias_correction_small(
 
 
 def dadapt_adam_bfloat16_use_bias_correction(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, d_tensor, numerator_weighted_tensor, weight_decay,
-    own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-    one_minus_sqrt_beta2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, d_tensor,
+    numerator_weighted_tensor, weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2,
+    keep3, growth_rate, beta3, one_minus_sqrt_beta2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -1162,7 +1162,7 @@ def dadapt_adam_bfloat16_use_bias_correction(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1177,7 +1177,7 @@ def dadapt_adam_bfloat16_use_bias_correction(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1186,7 +1186,7 @@ def dadapt_adam_bfloat16_use_bias_correction(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1262,11 +1262,11 @@ def dadapt_adam_bfloat16_use_bias_correction(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (s_value / (sqrt(exp_avg_sq) + eps)))
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -1400,10 +1400,10 @@ def dadapt_adam_bfloat16_use_bias_correction_small(
 
 
 def dadapt_adam_float16_use_bias_correction(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, d_tensor, numerator_weighted_tensor, weight_decay,
-    own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2, keep3, growth_rate, beta3,
-    one_minus_sqrt_beta2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, d_tensor,
+    numerator_weighted_tensor, weight_decay, own, gain1, gain3, eps, grad_scale, moves, keep1, keep2, gain2,
+    keep3, growth_rate, beta3, one_minus_sqrt_beta2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -1444,7 +1444,7 @@ def dadapt_adam_float16_use_bias_correction(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1459,7 +1459,7 @@ def dadapt_adam_float16_use_bias_correction(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1468,7 +1468,7 @@ def dadapt_adam_float16_use_bias_correction(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1554,11 +1554,11 @@ def dadapt_adam_float16_use_bias_correction(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (s_value / (sqrt(exp_avg_sq) + eps)))
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -1708,8 +1708,8 @@ def dadapt_adam_float16_use_bias_correction_small(
 
 
 def dadapt_adam_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, s_tensor,
-    s_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
+    s_codes_tensor, s_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1718,7 +1718,7 @@ def dadapt_adam_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1730,7 +1730,7 @@ def dadapt_adam_float32_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1739,7 +1739,7 @@ def dadapt_adam_float32_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1789,11 +1789,11 @@ def dadapt_adam_float32_encode(values):
     s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
     }
 
@@ -1829,8 +1829,8 @@ def dadapt_adam_float32_small_encode(values):
 
 
 def dadapt_adam_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1843,7 +1843,7 @@ def dadapt_adam_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1855,7 +1855,7 @@ def dadapt_adam_bfloat16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1864,7 +1864,7 @@ def dadapt_adam_bfloat16_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1917,11 +1917,11 @@ def dadapt_adam_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
     }
 
@@ -1964,8 +1964,8 @@ def dadapt_adam_bfloat16_small_encode(values):
 
 
 def dadapt_adam_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1984,7 +1984,7 @@ def dadapt_adam_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1996,7 +1996,7 @@ def dadapt_adam_float16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2005,7 +2005,7 @@ def dadapt_adam_float16_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -2068,11 +2068,11 @@ def dadapt_adam_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
     }
 

@@ -85,10 +85,11 @@ def dadapt_adam_float32_1(
 
 @triton.jit
 def dadapt_adam_float32_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_times_one_minus_beta1_times_rate_ptr, at, at_block, live, live_block, index, lr, eps, grad_scale,
-    moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, live,
+    live_block, index, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -99,7 +100,7 @@ def dadapt_adam_float32_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -108,7 +109,7 @@ def dadapt_adam_float32_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -120,7 +121,7 @@ def dadapt_adam_float32_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # -- update  (specs/dadapt_adam.py)
@@ -157,7 +158,7 @@ def dadapt_adam_float32_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -173,7 +174,7 @@ def dadapt_adam_float32_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -191,7 +192,7 @@ def dadapt_adam_float32_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = lr * scale
     return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
@@ -209,11 +210,11 @@ def dadapt_adam_float32_2(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     tensor_sum_for_total_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -248,10 +249,11 @@ def dadapt_adam_float32_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, lr, eps, grad_scale,
-                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
+                live_block, number, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -262,11 +264,11 @@ def dadapt_adam_float32_2(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -275,9 +277,9 @@ def dadapt_adam_float32_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_times_one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, at,
                     at_block, numbered(before + start + odd * TILE, at), lr, eps, grad_scale, moves, keep1, gain2, keep2,
@@ -292,8 +294,8 @@ def dadapt_adam_float32_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
@@ -595,10 +597,11 @@ def dadapt_adam_bfloat16_1(
 
 @triton.jit
 def dadapt_adam_bfloat16_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    s_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_times_one_minus_beta1_times_rate_ptr, at, at_block, live, live_block, index, lr, eps, grad_scale,
-    moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, live,
+    live_block, index, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -609,7 +612,7 @@ def dadapt_adam_bfloat16_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -618,7 +621,7 @@ def dadapt_adam_bfloat16_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -633,7 +636,7 @@ def dadapt_adam_bfloat16_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # -- update  (specs/dadapt_adam.py)
@@ -680,7 +683,7 @@ def dadapt_adam_bfloat16_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -696,7 +699,7 @@ def dadapt_adam_bfloat16_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -707,7 +710,7 @@ def dadapt_adam_bfloat16_2_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = lr * scale
     return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
@@ -726,11 +729,11 @@ def dadapt_adam_bfloat16_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     tensor_sum_for_total_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -765,10 +768,11 @@ def dadapt_adam_bfloat16_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                s_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, lr, eps, grad_scale,
-                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
+                live_block, number, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -780,11 +784,11 @@ def dadapt_adam_bfloat16_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -794,9 +798,9 @@ def dadapt_adam_bfloat16_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
@@ -811,9 +815,9 @@ def dadapt_adam_bfloat16_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
@@ -1072,10 +1076,11 @@ def dadapt_adam_bfloat16_small_4(
 
 @triton.jit
 def dadapt_adam_float16_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    s_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_times_one_minus_beta1_times_rate_ptr, at, at_block, live, live_block, index, lr, eps, grad_scale,
-    moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, live,
+    live_block, index, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1086,7 +1091,7 @@ def dadapt_adam_float16_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1095,7 +1100,7 @@ def dadapt_adam_float16_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1117,7 +1122,7 @@ def dadapt_adam_float16_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # -- update  (specs/dadapt_adam.py)
@@ -1173,7 +1178,7 @@ def dadapt_adam_float16_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -1189,7 +1194,7 @@ def dadapt_adam_float16_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -1200,7 +1205,7 @@ def dadapt_adam_float16_2_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = lr * scale
     return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
@@ -1219,11 +1224,11 @@ def dadapt_adam_float16_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     tensor_sum_for_total_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -1258,10 +1263,11 @@ def dadapt_adam_float16_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                s_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, lr, eps, grad_scale,
-                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
+                live_block, number, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -1273,11 +1279,11 @@ def dadapt_adam_float16_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1287,9 +1293,9 @@ def dadapt_adam_float16_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
@@ -1304,9 +1310,9 @@ def dadapt_adam_float16_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
@@ -1525,10 +1531,11 @@ def dadapt_adam_float32_use_bias_correction_1(
 
 @triton.jit
 def dadapt_adam_float32_use_bias_correction_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_times_one_minus_beta1_times_rate_ptr, at, at_block, live, live_block, index, eps, grad_scale, moves,
-    keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, live,
+    live_block, index, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1539,7 +1546,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1548,7 +1555,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1560,7 +1567,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # -- update  (specs/dadapt_adam.py)
@@ -1597,7 +1604,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -1613,7 +1620,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -1631,7 +1638,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = own * scale
     return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
@@ -1649,11 +1656,11 @@ def dadapt_adam_float32_use_bias_correction_2(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     tensor_sum_for_total_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -1688,10 +1695,11 @@ def dadapt_adam_float32_use_bias_correction_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, eps, grad_scale, moves,
-                keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
+                live_block, number, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own,
+                step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -1702,11 +1710,11 @@ def dadapt_adam_float32_use_bias_correction_2(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1715,9 +1723,9 @@ def dadapt_adam_float32_use_bias_correction_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_times_one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, at,
                     at_block, numbered(before + start + odd * TILE, at), eps, grad_scale, moves, keep1, gain2, keep2, keep3,
@@ -1732,8 +1740,8 @@ def dadapt_adam_float32_use_bias_correction_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
@@ -1894,10 +1902,11 @@ def dadapt_adam_bfloat16_use_bias_correction_1(
 
 @triton.jit
 def dadapt_adam_bfloat16_use_bias_correction_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    s_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_times_one_minus_beta1_times_rate_ptr, at, at_block, live, live_block, index, eps, grad_scale, moves,
-    keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, live,
+    live_block, index, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1908,7 +1917,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1917,7 +1926,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1932,7 +1941,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # -- update  (specs/dadapt_adam.py)
@@ -1979,7 +1988,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -1995,7 +2004,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -2006,7 +2015,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = own * scale
     return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
@@ -2025,11 +2034,11 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     tensor_sum_for_total_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2064,10 +2073,11 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                s_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, eps, grad_scale, moves,
-                keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
+                live_block, number, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own,
+                step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -2079,11 +2089,11 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2093,9 +2103,9 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
@@ -2110,9 +2120,9 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
@@ -2289,10 +2299,11 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
 
 @triton.jit
 def dadapt_adam_float16_use_bias_correction_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    s_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_times_one_minus_beta1_times_rate_ptr, at, at_block, live, live_block, index, eps, grad_scale, moves,
-    keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, live,
+    live_block, index, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2303,7 +2314,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2312,7 +2323,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2334,7 +2345,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # -- update  (specs/dadapt_adam.py)
@@ -2390,7 +2401,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -2406,7 +2417,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -2417,7 +2428,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     scale_mul = own * scale
     return term(moves * s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
@@ -2436,11 +2447,11 @@ def dadapt_adam_float16_use_bias_correction_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     tensor_sum_for_total_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2475,10 +2486,11 @@ def dadapt_adam_float16_use_bias_correction_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                s_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, eps, grad_scale, moves,
-                keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
+                live_block, number, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own,
+                step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -2490,11 +2502,11 @@ def dadapt_adam_float16_use_bias_correction_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2504,9 +2516,9 @@ def dadapt_adam_float16_use_bias_correction_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
@@ -2521,9 +2533,9 @@ def dadapt_adam_float16_use_bias_correction_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,

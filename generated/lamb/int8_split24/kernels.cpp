@@ -32,9 +32,9 @@ struct lamb_float32_1 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_weight_norm
         {7, 10, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_update_norm
@@ -51,9 +51,9 @@ struct lamb_float32_1 {
         const float *__restrict p_at = (const float *)at[0];               // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];           // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];        // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_weight_norm_at = (float *)at[6];  // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_update_norm_at = (float *)at[7];  // float32 [tensor]  for tensor_sum
@@ -131,10 +131,10 @@ struct lamb_float32_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -215,7 +215,7 @@ struct lamb_float32_1 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -233,15 +233,15 @@ struct lamb_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -294,9 +294,9 @@ struct lamb_float32_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {8, -1, 4, WHOLE, true, false, NONE, 5},  // lr_times_trust
     };
@@ -304,9 +304,9 @@ struct lamb_float32_3 {
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                                 // float32 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[1];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         const float *__restrict lr_times_trust_at = (const float *)at[5];        // float32 [tensor]  read
         const F weight_decay(known.scalars[2]);
@@ -337,18 +337,18 @@ struct lamb_float32_3 {
         // -- elements: decode, update  (specs/lamb.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -504,9 +504,9 @@ struct lamb_bfloat16_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {7, 10, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_weight_norm
         {8, 11, 4, WHOLE, false, true, TOTAL, 8},  // tensor_sum_for_update_norm
@@ -524,9 +524,9 @@ struct lamb_bfloat16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_weight_norm_at = (float *)at[7];  // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_update_norm_at = (float *)at[8];  // float32 [tensor]  for tensor_sum
@@ -605,10 +605,10 @@ struct lamb_bfloat16_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -706,7 +706,7 @@ struct lamb_bfloat16_1 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -724,15 +724,15 @@ struct lamb_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -786,9 +786,9 @@ struct lamb_bfloat16_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 6},  // lr_times_trust
     };
@@ -797,9 +797,9 @@ struct lamb_bfloat16_3 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                           // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                    // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[4];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[4];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[5];  // int16 [blocks of 64]  read
         const float *__restrict lr_times_trust_at = (const float *)at[6];        // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -848,8 +848,8 @@ struct lamb_bfloat16_3 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -860,10 +860,10 @@ struct lamb_bfloat16_3 {
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -1057,9 +1057,9 @@ struct lamb_float16_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {7, 10, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_weight_norm
         {8, 11, 4, WHOLE, false, true, TOTAL, 8},  // tensor_sum_for_update_norm
@@ -1077,9 +1077,9 @@ struct lamb_float16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_weight_norm_at = (float *)at[7];  // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_update_norm_at = (float *)at[8];  // float32 [tensor]  for tensor_sum
@@ -1158,10 +1158,10 @@ struct lamb_float16_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1242,7 +1242,7 @@ struct lamb_float16_1 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1263,7 +1263,7 @@ struct lamb_float16_1 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1281,14 +1281,14 @@ struct lamb_float16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1304,9 +1304,9 @@ struct lamb_float16_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 6},  // lr_times_trust
     };
@@ -1315,9 +1315,9 @@ struct lamb_float16_3 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                           // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                    // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[4];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[4];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[5];  // int16 [blocks of 64]  read
         const float *__restrict lr_times_trust_at = (const float *)at[6];        // float32 [tensor]  read
         const int32_t step_key = known.step_key;
@@ -1366,8 +1366,8 @@ struct lamb_float16_3 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -1386,10 +1386,10 @@ struct lamb_float16_3 {
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -1578,9 +1578,9 @@ struct lamb_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // tensor_sum_for_update_norm
@@ -1627,9 +1627,9 @@ struct lamb_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // tensor_sum_for_update_norm
@@ -1677,9 +1677,9 @@ struct lamb_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_weight_norm
         {4, WHOLE},  // tensor_sum_for_update_norm

@@ -39,7 +39,7 @@ VARIANTS = (
         small=False,
         flags={},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
@@ -101,7 +101,7 @@ VARIANTS = (
         flags={},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
@@ -164,7 +164,7 @@ VARIANTS = (
         flags={},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),

@@ -131,8 +131,8 @@ def lars_float32_2(
 
 @triton.jit
 def lars_float32_3_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr, at, at_block, live,
-    live_block, index, momentum, weight_decay, grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr, at, at_block,
+    live, live_block, index, momentum, weight_decay, grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -144,7 +144,7 @@ def lars_float32_3_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/lars.py)
@@ -170,7 +170,7 @@ def lars_float32_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -185,7 +185,7 @@ def lars_float32_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     lr_times_local_lr_ptr = pointer(row + 6, tl.float32, ALIGNED)     # float32 [1]  read
     numel = tl.load(row + 12)
@@ -212,8 +212,8 @@ def lars_float32_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lars_float32_3_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr, where, block, live,
-                live_block, number, momentum, weight_decay, grad_scale, step_key, stream_key, True,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr, where, block,
+                live, live_block, number, momentum, weight_decay, grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -222,7 +222,7 @@ def lars_float32_3(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -231,7 +231,7 @@ def lars_float32_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 lars_float32_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_local_lr_ptr, at, at_block, at,
                     at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key,
                     stream_key, False,
@@ -243,7 +243,7 @@ def lars_float32_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lars_float32_3_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key,
                 True,
@@ -465,9 +465,9 @@ def lars_bfloat16_2(
 
 @triton.jit
 def lars_bfloat16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr, at,
-    at_block, live, live_block, index, momentum, weight_decay, grad_scale, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
+    lr_times_local_lr_ptr, at, at_block, live, live_block, index, momentum, weight_decay, grad_scale,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -482,7 +482,7 @@ def lars_bfloat16_3_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/lars.py)
@@ -511,7 +511,7 @@ def lars_bfloat16_3_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -527,7 +527,7 @@ def lars_bfloat16_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     lr_times_local_lr_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [1]  read
     numel = tl.load(row + 13)
@@ -554,8 +554,9 @@ def lars_bfloat16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lars_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr,
-                where, block, live, live_block, number, momentum, weight_decay, grad_scale, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
+                lr_times_local_lr_ptr, where, block, live, live_block, number, momentum, weight_decay, grad_scale,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -565,7 +566,7 @@ def lars_bfloat16_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -575,9 +576,10 @@ def lars_bfloat16_3(
             for odd in tl.static_range(2):
                 lars_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    lr_times_local_lr_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    weight_decay, grad_scale, step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_local_lr_ptr, at, at_block, at,
+                    at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key,
+                    stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -586,7 +588,7 @@ def lars_bfloat16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lars_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key,
                 True,
@@ -814,9 +816,9 @@ def lars_float16_1(
 
 @triton.jit
 def lars_float16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr, at,
-    at_block, live, live_block, index, momentum, weight_decay, grad_scale, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
+    lr_times_local_lr_ptr, at, at_block, live, live_block, index, momentum, weight_decay, grad_scale,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -838,7 +840,7 @@ def lars_float16_3_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/lars.py)
@@ -876,7 +878,7 @@ def lars_float16_3_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -892,7 +894,7 @@ def lars_float16_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     lr_times_local_lr_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [1]  read
     numel = tl.load(row + 13)
@@ -919,8 +921,9 @@ def lars_float16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lars_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr,
-                where, block, live, live_block, number, momentum, weight_decay, grad_scale, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
+                lr_times_local_lr_ptr, where, block, live, live_block, number, momentum, weight_decay, grad_scale,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -930,7 +933,7 @@ def lars_float16_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -940,9 +943,10 @@ def lars_float16_3(
             for odd in tl.static_range(2):
                 lars_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    lr_times_local_lr_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    weight_decay, grad_scale, step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_local_lr_ptr, at, at_block, at,
+                    at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key,
+                    stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -951,7 +955,7 @@ def lars_float16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lars_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key,
                 True,

@@ -50,7 +50,7 @@ VARIANTS = (
         small=False,
         flags={},
         fields=(
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
         ),
         scalars=('lr', 'beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2'),
@@ -92,7 +92,7 @@ VARIANTS = (
         flags={},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
         ),
         scalars=('lr', 'beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2'),
@@ -135,7 +135,7 @@ VARIANTS = (
         flags={},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
         ),
         scalars=('lr', 'beta1', 'beta2', 'grad_scale', 'one_minus_lr_times_weight_decay', 'one_minus_beta1', 'one_minus_beta2'),

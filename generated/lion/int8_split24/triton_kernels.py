@@ -25,7 +25,7 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def lion_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
     minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -36,7 +36,7 @@ def lion_float32_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p = get(p_ptr, at, live, MASKED)
@@ -68,7 +68,7 @@ def lion_float32_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -84,7 +84,7 @@ def lion_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -110,7 +110,7 @@ def lion_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lion_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number, beta1, beta2,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, where, block, live, live_block, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                 minus_lr, step_key, stream_key, True,
             )
@@ -121,7 +121,7 @@ def lion_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -130,7 +130,7 @@ def lion_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 lion_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
@@ -143,8 +143,8 @@ def lion_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lion_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                 minus_lr, step_key, stream_key, True,
             )
@@ -217,8 +217,8 @@ def lion_float32_small(
 
 @triton.jit
 def lion_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
     one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -228,7 +228,7 @@ def lion_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -267,7 +267,7 @@ def lion_bfloat16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -284,7 +284,7 @@ def lion_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -310,8 +310,8 @@ def lion_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lion_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, where, block, live, live_block,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -322,7 +322,7 @@ def lion_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -332,10 +332,10 @@ def lion_bfloat16(
             for odd in tl.static_range(2):
                 lion_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
-                    False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+                    minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -344,7 +344,7 @@ def lion_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lion_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -456,8 +456,8 @@ def lion_bfloat16_small(
 
 @triton.jit
 def lion_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
     one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -467,7 +467,7 @@ def lion_float16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -522,7 +522,7 @@ def lion_float16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -539,7 +539,7 @@ def lion_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -565,8 +565,8 @@ def lion_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lion_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, where, block, live, live_block,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -577,7 +577,7 @@ def lion_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -587,10 +587,10 @@ def lion_float16(
             for odd in tl.static_range(2):
                 lion_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
-                    False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+                    minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -599,7 +599,7 @@ def lion_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lion_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,

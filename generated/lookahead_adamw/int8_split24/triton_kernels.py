@@ -32,9 +32,10 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def lookahead_adamw_float32_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -43,7 +44,7 @@ def lookahead_adamw_float32_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -52,7 +53,7 @@ def lookahead_adamw_float32_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -95,7 +96,7 @@ def lookahead_adamw_float32_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -107,7 +108,7 @@ def lookahead_adamw_float32_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -125,9 +126,9 @@ def lookahead_adamw_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -153,9 +154,9 @@ def lookahead_adamw_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where,
+                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -164,9 +165,9 @@ def lookahead_adamw_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -175,8 +176,8 @@ def lookahead_adamw_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 lookahead_adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -188,8 +189,8 @@ def lookahead_adamw_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
@@ -270,10 +271,10 @@ def lookahead_adamw_float32_small(
 
 @triton.jit
 def lookahead_adamw_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -282,7 +283,7 @@ def lookahead_adamw_bfloat16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -291,7 +292,7 @@ def lookahead_adamw_bfloat16_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -350,7 +351,7 @@ def lookahead_adamw_bfloat16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -362,7 +363,7 @@ def lookahead_adamw_bfloat16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -381,9 +382,9 @@ def lookahead_adamw_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -409,9 +410,10 @@ def lookahead_adamw_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -421,9 +423,9 @@ def lookahead_adamw_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -433,8 +435,8 @@ def lookahead_adamw_bfloat16(
             for odd in tl.static_range(2):
                 lookahead_adamw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
@@ -446,8 +448,8 @@ def lookahead_adamw_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -568,10 +570,10 @@ def lookahead_adamw_bfloat16_small(
 
 @triton.jit
 def lookahead_adamw_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -580,7 +582,7 @@ def lookahead_adamw_float16_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -589,7 +591,7 @@ def lookahead_adamw_float16_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -664,7 +666,7 @@ def lookahead_adamw_float16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -676,7 +678,7 @@ def lookahead_adamw_float16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -695,9 +697,9 @@ def lookahead_adamw_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -723,9 +725,10 @@ def lookahead_adamw_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -735,9 +738,9 @@ def lookahead_adamw_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -747,8 +750,8 @@ def lookahead_adamw_float16(
             for odd in tl.static_range(2):
                 lookahead_adamw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
@@ -760,8 +763,8 @@ def lookahead_adamw_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -898,8 +901,8 @@ def lookahead_adamw_float16_small(
 
 @triton.jit
 def lookahead_adamw_float32_sync_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, slow_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, slow_ptr,
+    at, at_block, live, live_block, index, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -910,7 +913,7 @@ def lookahead_adamw_float32_sync_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -919,7 +922,7 @@ def lookahead_adamw_float32_sync_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -965,7 +968,7 @@ def lookahead_adamw_float32_sync_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -977,7 +980,7 @@ def lookahead_adamw_float32_sync_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -995,9 +998,9 @@ def lookahead_adamw_float32_sync(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     slow_ptr = pointer(row + 6, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 7)
@@ -1024,8 +1027,8 @@ def lookahead_adamw_float32_sync(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float32_sync_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, slow_ptr, where,
-                block, live, live_block, number, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, slow_ptr,
+                where, block, live, live_block, number, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
@@ -1035,9 +1038,9 @@ def lookahead_adamw_float32_sync(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1047,8 +1050,8 @@ def lookahead_adamw_float32_sync(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 lookahead_adamw_float32_sync_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at, at_block,
                     at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -1061,8 +1064,8 @@ def lookahead_adamw_float32_sync(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_float32_sync_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few,
                 few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, alpha,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, True,
@@ -1149,10 +1152,10 @@ def lookahead_adamw_float32_sync_small(
 
 @triton.jit
 def lookahead_adamw_bfloat16_sync_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    slow_ptr, at, at_block, live, live_block, index, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, slow_ptr, at, at_block, live, live_block, index, beta1, beta2, alpha,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1161,7 +1164,7 @@ def lookahead_adamw_bfloat16_sync_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1170,7 +1173,7 @@ def lookahead_adamw_bfloat16_sync_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1232,7 +1235,7 @@ def lookahead_adamw_bfloat16_sync_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -1244,7 +1247,7 @@ def lookahead_adamw_bfloat16_sync_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1263,9 +1266,9 @@ def lookahead_adamw_bfloat16_sync(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     slow_ptr = pointer(row + 7, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 8)
@@ -1292,9 +1295,10 @@ def lookahead_adamw_bfloat16_sync(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_bfloat16_sync_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                slow_ptr, where, block, live, live_block, number, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, slow_ptr, where, block, live, live_block, number, beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1304,9 +1308,9 @@ def lookahead_adamw_bfloat16_sync(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1317,8 +1321,8 @@ def lookahead_adamw_bfloat16_sync(
             for odd in tl.static_range(2):
                 lookahead_adamw_bfloat16_sync_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     scalar_3, scalar_4, step_key, stream_key, False,
@@ -1330,8 +1334,8 @@ def lookahead_adamw_bfloat16_sync(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_bfloat16_sync_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -1457,10 +1461,10 @@ def lookahead_adamw_bfloat16_sync_small(
 
 @triton.jit
 def lookahead_adamw_float16_sync_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    slow_ptr, at, at_block, live, live_block, index, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, slow_ptr, at, at_block, live, live_block, index, beta1, beta2, alpha,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1469,7 +1473,7 @@ def lookahead_adamw_float16_sync_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1478,7 +1482,7 @@ def lookahead_adamw_float16_sync_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1556,7 +1560,7 @@ def lookahead_adamw_float16_sync_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -1568,7 +1572,7 @@ def lookahead_adamw_float16_sync_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1587,9 +1591,9 @@ def lookahead_adamw_float16_sync(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     slow_ptr = pointer(row + 7, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 8)
@@ -1616,9 +1620,10 @@ def lookahead_adamw_float16_sync(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float16_sync_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                slow_ptr, where, block, live, live_block, number, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, slow_ptr, where, block, live, live_block, number, beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1628,9 +1633,9 @@ def lookahead_adamw_float16_sync(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1641,8 +1646,8 @@ def lookahead_adamw_float16_sync(
             for odd in tl.static_range(2):
                 lookahead_adamw_float16_sync_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     scalar_3, scalar_4, step_key, stream_key, False,
@@ -1654,8 +1659,8 @@ def lookahead_adamw_float16_sync(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_float16_sync_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -1797,8 +1802,8 @@ def lookahead_adamw_float16_sync_small(
 
 @triton.jit
 def lookahead_adamw_float32_amsgrad_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1809,7 +1814,7 @@ def lookahead_adamw_float32_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1818,7 +1823,7 @@ def lookahead_adamw_float32_amsgrad_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1827,7 +1832,7 @@ def lookahead_adamw_float32_amsgrad_tile(
     max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -1874,7 +1879,7 @@ def lookahead_adamw_float32_amsgrad_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -1886,7 +1891,7 @@ def lookahead_adamw_float32_amsgrad_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
@@ -1900,7 +1905,7 @@ def lookahead_adamw_float32_amsgrad_tile(
     max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1918,11 +1923,11 @@ def lookahead_adamw_float32_amsgrad(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -1948,8 +1953,8 @@ def lookahead_adamw_float32_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, True,
             )
@@ -1960,11 +1965,11 @@ def lookahead_adamw_float32_amsgrad(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1973,9 +1978,9 @@ def lookahead_adamw_float32_amsgrad(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 lookahead_adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
@@ -1987,10 +1992,10 @@ def lookahead_adamw_float32_amsgrad(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
 
@@ -2076,10 +2081,10 @@ def lookahead_adamw_float32_amsgrad_small(
 
 @triton.jit
 def lookahead_adamw_bfloat16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2088,7 +2093,7 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2097,7 +2102,7 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2106,7 +2111,7 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -2169,7 +2174,7 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -2181,7 +2186,7 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
@@ -2195,7 +2200,7 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -2214,11 +2219,11 @@ def lookahead_adamw_bfloat16_amsgrad(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 10)
     columns = tl.load(row + 11)
@@ -2244,10 +2249,10 @@ def lookahead_adamw_bfloat16_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2257,11 +2262,11 @@ def lookahead_adamw_bfloat16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2271,12 +2276,12 @@ def lookahead_adamw_bfloat16_amsgrad(
             for odd in tl.static_range(2):
                 lookahead_adamw_bfloat16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
+                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2285,9 +2290,9 @@ def lookahead_adamw_bfloat16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
                 max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -2414,10 +2419,10 @@ def lookahead_adamw_bfloat16_amsgrad_small(
 
 @triton.jit
 def lookahead_adamw_float16_amsgrad_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, at, at_block, live, live_block,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2426,7 +2431,7 @@ def lookahead_adamw_float16_amsgrad_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2435,7 +2440,7 @@ def lookahead_adamw_float16_amsgrad_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2444,7 +2449,7 @@ def lookahead_adamw_float16_amsgrad_tile(
     max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -2523,7 +2528,7 @@ def lookahead_adamw_float16_amsgrad_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -2535,7 +2540,7 @@ def lookahead_adamw_float16_amsgrad_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
@@ -2549,7 +2554,7 @@ def lookahead_adamw_float16_amsgrad_tile(
     max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -2568,11 +2573,11 @@ def lookahead_adamw_float16_amsgrad(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     numel = tl.load(row + 10)
     columns = tl.load(row + 11)
@@ -2598,10 +2603,10 @@ def lookahead_adamw_float16_amsgrad(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, where, block, live, live_block,
+                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2611,11 +2616,11 @@ def lookahead_adamw_float16_amsgrad(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2625,12 +2630,12 @@ def lookahead_adamw_float16_amsgrad(
             for odd in tl.static_range(2):
                 lookahead_adamw_float16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
+                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2639,9 +2644,9 @@ def lookahead_adamw_float16_amsgrad(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
                 max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -2784,10 +2789,10 @@ def lookahead_adamw_float16_amsgrad_small(
 
 @triton.jit
 def lookahead_adamw_float32_amsgrad_sync_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_range_ptr, slow_ptr, at, at_block, live, live_block, index, beta1, beta2, alpha,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, slow_ptr, at, at_block, live, live_block, index,
+    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2796,7 +2801,7 @@ def lookahead_adamw_float32_amsgrad_sync_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2805,7 +2810,7 @@ def lookahead_adamw_float32_amsgrad_sync_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2814,7 +2819,7 @@ def lookahead_adamw_float32_amsgrad_sync_tile(
     max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -2864,7 +2869,7 @@ def lookahead_adamw_float32_amsgrad_sync_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -2876,7 +2881,7 @@ def lookahead_adamw_float32_amsgrad_sync_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
@@ -2890,7 +2895,7 @@ def lookahead_adamw_float32_amsgrad_sync_tile(
     max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -2908,11 +2913,11 @@ def lookahead_adamw_float32_amsgrad_sync(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     slow_ptr = pointer(row + 8, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 9)
@@ -2939,10 +2944,10 @@ def lookahead_adamw_float32_amsgrad_sync(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float32_amsgrad_sync_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, slow_ptr, where, block, live, live_block, number, beta1, beta2, alpha,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, slow_ptr, where, block, live, live_block, number,
+                beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2951,11 +2956,11 @@ def lookahead_adamw_float32_amsgrad_sync(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_range_ptr += first * BLOCKS
         slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -2965,9 +2970,9 @@ def lookahead_adamw_float32_amsgrad_sync(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 lookahead_adamw_float32_amsgrad_sync_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
@@ -2980,11 +2985,12 @@ def lookahead_adamw_float32_amsgrad_sync(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_float32_amsgrad_sync_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                slow_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
 
 
@@ -3076,10 +3082,11 @@ def lookahead_adamw_float32_amsgrad_sync_small(
 
 @triton.jit
 def lookahead_adamw_bfloat16_amsgrad_sync_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, slow_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, slow_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3088,7 +3095,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3097,7 +3104,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3106,7 +3113,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync_tile(
     max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -3172,7 +3179,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -3184,7 +3191,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
@@ -3198,7 +3205,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync_tile(
     max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -3217,11 +3224,11 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     slow_ptr = pointer(row + 9, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 10)
@@ -3248,10 +3255,10 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_bfloat16_amsgrad_sync_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, slow_ptr, where, block, live, live_block, number, beta1,
-                beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, slow_ptr, where, block, live,
+                live_block, number, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3261,11 +3268,11 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_range_ptr += first * BLOCKS
         slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -3276,12 +3283,13 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
             for odd in tl.static_range(2):
                 lookahead_adamw_bfloat16_amsgrad_sync_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    scalar_3, scalar_4, step_key, stream_key, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
+                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -3290,9 +3298,9 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_bfloat16_amsgrad_sync_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
                 max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
@@ -3425,10 +3433,11 @@ def lookahead_adamw_bfloat16_amsgrad_sync_small(
 
 @triton.jit
 def lookahead_adamw_float16_amsgrad_sync_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, slow_ptr, at, at_block, live, live_block, index, beta1,
-    beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, slow_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3437,7 +3446,7 @@ def lookahead_adamw_float16_amsgrad_sync_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3446,7 +3455,7 @@ def lookahead_adamw_float16_amsgrad_sync_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     max_exp_avg_sq_range = get(max_exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -3455,7 +3464,7 @@ def lookahead_adamw_float16_amsgrad_sync_tile(
     max_exp_avg_sq_step = tl.fma(4194304.0, inverse(max_exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = tl.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
-    max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
+    max_exp_avg_sq_code = get(max_exp_avg_sq_codes_ptr, at, live, MASKED)
     max_exp_avg_sq_piece = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_value = (max_exp_avg_sq_middle[:, None] + max_exp_avg_sq_piece * max_exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, nearest
@@ -3537,7 +3546,7 @@ def lookahead_adamw_float16_amsgrad_sync_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -3549,7 +3558,7 @@ def lookahead_adamw_float16_amsgrad_sync_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
@@ -3563,7 +3572,7 @@ def lookahead_adamw_float16_amsgrad_sync_tile(
     max_exp_avg_sq_cells = tl.minimum((256.5 * inverse(max_exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
     max_exp_avg_sq_position = tl.maximum(tl.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start[:, None], max_exp_avg_sq_start_sub[:, None]), 0) * max_exp_avg_sq_scale[:, None]
-    put(max_exp_avg_sq_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
+    put(max_exp_avg_sq_codes_ptr, at, byte(max_exp_avg_sq_position, 3), live, MASKED)
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     put(max_exp_avg_sq_range_ptr, at_block, max_exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -3582,11 +3591,11 @@ def lookahead_adamw_float16_amsgrad_sync(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
+    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
     slow_ptr = pointer(row + 9, tl.float32, ALIGNED)                  # float32 [n]  read and written
     numel = tl.load(row + 10)
@@ -3613,10 +3622,10 @@ def lookahead_adamw_float16_amsgrad_sync(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             lookahead_adamw_float16_amsgrad_sync_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, slow_ptr, where, block, live, live_block, number, beta1,
-                beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, slow_ptr, where, block, live,
+                live_block, number, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3626,11 +3635,11 @@ def lookahead_adamw_float16_amsgrad_sync(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_ptr += origin
+        max_exp_avg_sq_codes_ptr += origin
         max_exp_avg_sq_range_ptr += first * BLOCKS
         slow_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -3641,12 +3650,13 @@ def lookahead_adamw_float16_amsgrad_sync(
             for odd in tl.static_range(2):
                 lookahead_adamw_float16_amsgrad_sync_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    scalar_3, scalar_4, step_key, stream_key, False,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
+                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -3655,9 +3665,9 @@ def lookahead_adamw_float16_amsgrad_sync(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             lookahead_adamw_float16_amsgrad_sync_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
                 max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,

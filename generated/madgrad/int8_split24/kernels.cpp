@@ -38,9 +38,9 @@ struct madgrad_float32 {
         float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[4];                  // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[4];            // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[5];            // int16 [blocks of 64]  read and written
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
@@ -109,12 +109,12 @@ struct madgrad_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
                 const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F s_value = scale * (s_code_2 / (254.0f - s_bend));
@@ -190,8 +190,8 @@ struct madgrad_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
@@ -205,8 +205,8 @@ struct madgrad_float32 {
                 const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
                 const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
-                store(s_at + i, s_pattern + (noise & 4095) >> 12);
+                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
+                store(s_codes_at + i, s_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -279,9 +279,9 @@ struct madgrad_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];            // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
@@ -352,12 +352,12 @@ struct madgrad_bfloat16 {
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);      // bf16 and 8 more bits, stochastic
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
                 const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F s_value = scale * (s_code_2 / (254.0f - s_bend));
@@ -436,8 +436,8 @@ struct madgrad_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
@@ -451,8 +451,8 @@ struct madgrad_bfloat16 {
                 const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
                 const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
-                store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
+                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
+                store(s_codes_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -550,9 +550,9 @@ struct madgrad_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];            // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
         const F weight_decay(scalars[0]);
         const F eps(scalars[1]);
@@ -631,12 +631,12 @@ struct madgrad_float16 {
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
                 const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F s_value = scale * (s_code_2 / (254.0f - s_bend));
@@ -725,8 +725,8 @@ struct madgrad_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
@@ -740,8 +740,8 @@ struct madgrad_float16 {
                 const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
                 const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
-                store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
+                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
+                store(s_codes_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -856,9 +856,9 @@ struct madgrad_float32_has_momentum {
         float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[4];                  // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[4];            // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[5];            // int16 [blocks of 64]  read and written
         const float *__restrict x0_at = (const float *)at[6];         // float32 [n]  read
         const F weight_decay(scalars[0]);
@@ -932,12 +932,12 @@ struct madgrad_float32_has_momentum {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
                 const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
@@ -1003,8 +1003,8 @@ struct madgrad_float32_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(x0_at, b + TILE / BLOCK);
             const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
@@ -1019,8 +1019,8 @@ struct madgrad_float32_has_momentum {
                 const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
                 const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
-                store(s_at + i, s_pattern + (noise & 4095) >> 12);
+                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
+                store(s_codes_at + i, s_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -1091,9 +1091,9 @@ struct madgrad_bfloat16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];            // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
         const float *__restrict x0_at = (const float *)at[7];         // float32 [n]  read
         const F weight_decay(scalars[0]);
@@ -1170,12 +1170,12 @@ struct madgrad_bfloat16_has_momentum {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
                 const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_2 = fma(weight_decay, p, g);                            // 24  g = l2(g, p, weight_decay)
@@ -1243,8 +1243,8 @@ struct madgrad_bfloat16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(x0_at, b + TILE / BLOCK);
             const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
@@ -1259,8 +1259,8 @@ struct madgrad_bfloat16_has_momentum {
                 const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
                 const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
-                store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
+                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
+                store(s_codes_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1356,9 +1356,9 @@ struct madgrad_float16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict grad_sum_sq_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict grad_sum_sq_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict grad_sum_sq_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[5];                  // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[5];            // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[6];            // int16 [blocks of 64]  read and written
         const float *__restrict x0_at = (const float *)at[7];         // float32 [n]  read
         const F weight_decay(scalars[0]);
@@ -1443,12 +1443,12 @@ struct madgrad_float16_has_momentum {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
+                const U8 grad_sum_sq_code = raw(grad_sum_sq_codes_at + i);
                 const I grad_sum_sq_piece = to_int(grad_sum_sq_code);
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
@@ -1526,8 +1526,8 @@ struct madgrad_float16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(x0_at, b + TILE / BLOCK);
             const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
@@ -1542,8 +1542,8 @@ struct madgrad_float16_has_momentum {
                 const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
                 const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
-                store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
+                store_byte<3>(grad_sum_sq_codes_at + i, grad_sum_sq_position);
+                store(s_codes_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }

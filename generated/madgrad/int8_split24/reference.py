@@ -23,8 +23,8 @@ from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, s
 
 
 def madgrad_float32(
-    p_tensor, g_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor, weight_decay,
-    eps, grad_scale, weight, step_key, stream_key, place=None,
+    p_tensor, g_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor, s_codes_tensor, s_scale_tensor,
+    weight_decay, eps, grad_scale, weight, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -37,7 +37,7 @@ def madgrad_float32(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -46,7 +46,7 @@ def madgrad_float32(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -107,9 +107,9 @@ def madgrad_float32(
     s_exact = s / (s_divisor_mul + s_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, z)
-    b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
+    b.store(grad_sum_sq_codes_tensor, grad_sum_sq_code.to(torch.uint8))
     b.store_per_block(grad_sum_sq_range_tensor, grad_sum_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
 
@@ -151,8 +151,8 @@ def madgrad_float32_small(
 
 
 def madgrad_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor,
-    s_scale_tensor, weight_decay, eps, grad_scale, weight, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor,
+    s_codes_tensor, s_scale_tensor, weight_decay, eps, grad_scale, weight, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -169,7 +169,7 @@ def madgrad_bfloat16(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -178,7 +178,7 @@ def madgrad_bfloat16(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -242,9 +242,9 @@ def madgrad_bfloat16(
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
+    b.store(grad_sum_sq_codes_tensor, grad_sum_sq_code.to(torch.uint8))
     b.store_per_block(grad_sum_sq_range_tensor, grad_sum_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
 
@@ -301,8 +301,8 @@ def madgrad_bfloat16_small(
 
 
 def madgrad_float16(
-    p_tensor, g_tensor, weight_low_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor,
-    s_scale_tensor, weight_decay, eps, grad_scale, weight, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor,
+    s_codes_tensor, s_scale_tensor, weight_decay, eps, grad_scale, weight, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -325,7 +325,7 @@ def madgrad_float16(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -334,7 +334,7 @@ def madgrad_float16(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -408,9 +408,9 @@ def madgrad_float16(
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
+    b.store(grad_sum_sq_codes_tensor, grad_sum_sq_code.to(torch.uint8))
     b.store_per_block(grad_sum_sq_range_tensor, grad_sum_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
 
@@ -483,8 +483,8 @@ def madgrad_float16_small(
 
 
 def madgrad_float32_has_momentum(
-    p_tensor, g_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor, x0_tensor,
-    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, place=None,
+    p_tensor, g_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor, s_codes_tensor, s_scale_tensor,
+    x0_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -500,7 +500,7 @@ def madgrad_float32_has_momentum(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -511,7 +511,7 @@ def madgrad_float32_has_momentum(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -564,9 +564,9 @@ def madgrad_float32_has_momentum(
     s_exact = s / (s_divisor_mul + s_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, p)
-    b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
+    b.store(grad_sum_sq_codes_tensor, grad_sum_sq_code.to(torch.uint8))
     b.store_per_block(grad_sum_sq_range_tensor, grad_sum_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
 
@@ -605,9 +605,9 @@ def madgrad_float32_has_momentum_small(
 
 
 def madgrad_bfloat16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor,
-    s_scale_tensor, x0_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor,
+    s_codes_tensor, s_scale_tensor, x0_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+    step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -627,7 +627,7 @@ def madgrad_bfloat16_has_momentum(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -638,7 +638,7 @@ def madgrad_bfloat16_has_momentum(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -694,9 +694,9 @@ def madgrad_bfloat16_has_momentum(
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
+    b.store(grad_sum_sq_codes_tensor, grad_sum_sq_code.to(torch.uint8))
     b.store_per_block(grad_sum_sq_range_tensor, grad_sum_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
 
@@ -750,9 +750,9 @@ def madgrad_bfloat16_has_momentum_small(
 
 
 def madgrad_float16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor,
-    s_scale_tensor, x0_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor,
+    s_codes_tensor, s_scale_tensor, x0_tensor, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+    step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -778,7 +778,7 @@ def madgrad_float16_has_momentum(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -789,7 +789,7 @@ def madgrad_float16_has_momentum(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -855,9 +855,9 @@ def madgrad_float16_has_momentum(
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
+    b.store(grad_sum_sq_codes_tensor, grad_sum_sq_code.to(torch.uint8))
     b.store_per_block(grad_sum_sq_range_tensor, grad_sum_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
 
@@ -926,7 +926,9 @@ def madgrad_float16_has_momentum_small(
     b.store(s_tensor, s)
 
 
-def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor):
+def madgrad_float32_decode(
+    p_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor, s_codes_tensor, s_scale_tensor,
+):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -936,7 +938,7 @@ def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tenso
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -945,7 +947,7 @@ def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tenso
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -986,9 +988,9 @@ def madgrad_float32_encode(values):
     s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "grad_sum_sq": b.flat(grad_sum_sq_code.to(torch.uint8)),
+        "grad_sum_sq_codes": b.flat(grad_sum_sq_code.to(torch.uint8)),
         "grad_sum_sq_range": b.flat_per_block(grad_sum_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
     }
 
@@ -1020,7 +1022,8 @@ def madgrad_float32_small_encode(values):
 
 
 def madgrad_bfloat16_decode(
-    p_tensor, weight_low_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor,
+    p_tensor, weight_low_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor, s_codes_tensor,
+    s_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1035,7 +1038,7 @@ def madgrad_bfloat16_decode(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1044,7 +1047,7 @@ def madgrad_bfloat16_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1088,9 +1091,9 @@ def madgrad_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "grad_sum_sq": b.flat(grad_sum_sq_code.to(torch.uint8)),
+        "grad_sum_sq_codes": b.flat(grad_sum_sq_code.to(torch.uint8)),
         "grad_sum_sq_range": b.flat_per_block(grad_sum_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
     }
 
@@ -1129,7 +1132,8 @@ def madgrad_bfloat16_small_encode(values):
 
 
 def madgrad_float16_decode(
-    p_tensor, weight_low_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor,
+    p_tensor, weight_low_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor, s_codes_tensor,
+    s_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1150,7 +1154,7 @@ def madgrad_float16_decode(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1159,7 +1163,7 @@ def madgrad_float16_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1213,9 +1217,9 @@ def madgrad_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "grad_sum_sq": b.flat(grad_sum_sq_code.to(torch.uint8)),
+        "grad_sum_sq_codes": b.flat(grad_sum_sq_code.to(torch.uint8)),
         "grad_sum_sq_range": b.flat_per_block(grad_sum_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
     }
 
@@ -1270,7 +1274,7 @@ def madgrad_float16_small_encode(values):
 
 
 def madgrad_float32_has_momentum_decode(
-    p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor, x0_tensor,
+    p_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor, s_codes_tensor, s_scale_tensor, x0_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1281,7 +1285,7 @@ def madgrad_float32_has_momentum_decode(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1290,7 +1294,7 @@ def madgrad_float32_has_momentum_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1334,9 +1338,9 @@ def madgrad_float32_has_momentum_encode(values):
     s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "grad_sum_sq": b.flat(grad_sum_sq_code.to(torch.uint8)),
+        "grad_sum_sq_codes": b.flat(grad_sum_sq_code.to(torch.uint8)),
         "grad_sum_sq_range": b.flat_per_block(grad_sum_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
         "x0": b.flat(in_x0),
     }
@@ -1373,8 +1377,8 @@ def madgrad_float32_has_momentum_small_encode(values):
 
 
 def madgrad_bfloat16_has_momentum_decode(
-    p_tensor, weight_low_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor,
-    x0_tensor,
+    p_tensor, weight_low_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor, s_codes_tensor,
+    s_scale_tensor, x0_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1389,7 +1393,7 @@ def madgrad_bfloat16_has_momentum_decode(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1398,7 +1402,7 @@ def madgrad_bfloat16_has_momentum_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1445,9 +1449,9 @@ def madgrad_bfloat16_has_momentum_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "grad_sum_sq": b.flat(grad_sum_sq_code.to(torch.uint8)),
+        "grad_sum_sq_codes": b.flat(grad_sum_sq_code.to(torch.uint8)),
         "grad_sum_sq_range": b.flat_per_block(grad_sum_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
         "x0": b.flat(in_x0),
     }
@@ -1493,8 +1497,8 @@ def madgrad_bfloat16_has_momentum_small_encode(values):
 
 
 def madgrad_float16_has_momentum_decode(
-    p_tensor, weight_low_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tensor, s_tensor, s_scale_tensor,
-    x0_tensor,
+    p_tensor, weight_low_tensor, grad_sum_sq_codes_tensor, grad_sum_sq_range_tensor, s_codes_tensor,
+    s_scale_tensor, x0_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1515,7 +1519,7 @@ def madgrad_float16_has_momentum_decode(
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
+    grad_sum_sq_code = b.elements(grad_sum_sq_codes_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
     grad_sum_sq_value = (grad_sum_sq_middle + grad_sum_sq_piece * grad_sum_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1524,7 +1528,7 @@ def madgrad_float16_has_momentum_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1581,9 +1585,9 @@ def madgrad_float16_has_momentum_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "grad_sum_sq": b.flat(grad_sum_sq_code.to(torch.uint8)),
+        "grad_sum_sq_codes": b.flat(grad_sum_sq_code.to(torch.uint8)),
         "grad_sum_sq_range": b.flat_per_block(grad_sum_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
         "x0": b.flat(in_x0),
     }

@@ -29,8 +29,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def madgrad_float32_tile(
-    p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, at, at_block, live, live_block,
-    index, weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr, at, at_block, live,
+    live_block, index, weight_decay, eps, grad_scale, weight, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -41,7 +41,7 @@ def madgrad_float32_tile(
     grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_code = get(grad_sum_sq_codes_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -50,7 +50,7 @@ def madgrad_float32_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
@@ -100,7 +100,7 @@ def madgrad_float32_tile(
     grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
+    put(grad_sum_sq_codes_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -111,7 +111,7 @@ def madgrad_float32_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise, 0), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -126,9 +126,9 @@ def madgrad_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    grad_sum_sq_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     grad_sum_sq_range_ptr = pointer(row + 3, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 4, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -154,8 +154,8 @@ def madgrad_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float32_tile(
-                p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block, live, live_block,
-                number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                p_ptr, g_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr, where, block, live,
+                live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -164,9 +164,9 @@ def madgrad_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        grad_sum_sq_ptr += origin
+        grad_sum_sq_codes_ptr += origin
         grad_sum_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -175,8 +175,8 @@ def madgrad_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_codes_ptr + start + odd * TILE,
+                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
@@ -188,8 +188,8 @@ def madgrad_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             madgrad_float32_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, grad_sum_sq_codes_ptr + start,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
@@ -275,8 +275,8 @@ def madgrad_float32_small(
 
 @triton.jit
 def madgrad_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, at, at_block,
-    live, live_block, index, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr, at,
+    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -291,7 +291,7 @@ def madgrad_bfloat16_tile(
     grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_code = get(grad_sum_sq_codes_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -300,7 +300,7 @@ def madgrad_bfloat16_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
@@ -353,7 +353,7 @@ def madgrad_bfloat16_tile(
     grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
+    put(grad_sum_sq_codes_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -364,7 +364,7 @@ def madgrad_bfloat16_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -380,9 +380,9 @@ def madgrad_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_ptr = pointer(row + 3, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    grad_sum_sq_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 5, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -408,8 +408,9 @@ def madgrad_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             madgrad_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block,
-                live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
+                where, block, live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -419,9 +420,9 @@ def madgrad_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        grad_sum_sq_ptr += origin
+        grad_sum_sq_codes_ptr += origin
         grad_sum_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -431,10 +432,10 @@ def madgrad_bfloat16(
             for odd in tl.static_range(2):
                 madgrad_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                    False,
+                    grad_sum_sq_codes_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
+                    at_block, numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key,
+                    stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -443,8 +444,8 @@ def madgrad_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             madgrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_codes_ptr + start,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
@@ -566,8 +567,8 @@ def madgrad_bfloat16_small(
 
 @triton.jit
 def madgrad_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, at, at_block,
-    live, live_block, index, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr, at,
+    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -589,7 +590,7 @@ def madgrad_float16_tile(
     grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_code = get(grad_sum_sq_codes_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -598,7 +599,7 @@ def madgrad_float16_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     s_value = scale[:, None] * (s_code * reciprocal(254.0 - s_bend))
@@ -660,7 +661,7 @@ def madgrad_float16_tile(
     grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
+    put(grad_sum_sq_codes_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -671,7 +672,7 @@ def madgrad_float16_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -687,9 +688,9 @@ def madgrad_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_ptr = pointer(row + 3, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    grad_sum_sq_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 5, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -715,8 +716,9 @@ def madgrad_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, where, block,
-                live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
+                where, block, live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -726,9 +728,9 @@ def madgrad_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        grad_sum_sq_ptr += origin
+        grad_sum_sq_codes_ptr += origin
         grad_sum_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -738,10 +740,10 @@ def madgrad_float16(
             for odd in tl.static_range(2):
                 madgrad_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                    False,
+                    grad_sum_sq_codes_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
+                    at_block, numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key,
+                    stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -750,8 +752,8 @@ def madgrad_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             madgrad_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_codes_ptr + start,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
@@ -889,9 +891,9 @@ def madgrad_float16_small(
 
 @triton.jit
 def madgrad_float32_has_momentum_tile(
-    p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, at, at_block, live,
-    live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr, x0_ptr, at,
+    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -905,7 +907,7 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_code = get(grad_sum_sq_codes_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -914,7 +916,7 @@ def madgrad_float32_has_momentum_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # -- update  (specs/madgrad.py)
@@ -957,7 +959,7 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
+    put(grad_sum_sq_codes_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -968,7 +970,7 @@ def madgrad_float32_has_momentum_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise, 0), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -983,9 +985,9 @@ def madgrad_float32_has_momentum(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    grad_sum_sq_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     grad_sum_sq_range_ptr = pointer(row + 3, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 4, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     x0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 7)
@@ -1012,9 +1014,9 @@ def madgrad_float32_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float32_has_momentum_tile(
-                p_ptr, g_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where, block, live,
-                live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key,
-                True,
+                p_ptr, g_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr, x0_ptr, where,
+                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1023,9 +1025,9 @@ def madgrad_float32_has_momentum(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        grad_sum_sq_ptr += origin
+        grad_sum_sq_codes_ptr += origin
         grad_sum_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         x0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1035,8 +1037,8 @@ def madgrad_float32_has_momentum(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 madgrad_float32_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_codes_ptr + start + odd * TILE,
+                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, x0_ptr + start + odd * TILE, at, at_block, at,
                     at_block, numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, False,
@@ -1048,8 +1050,8 @@ def madgrad_float32_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             madgrad_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, grad_sum_sq_codes_ptr + start,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
                 numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
                 stream_key, True,
@@ -1135,9 +1137,9 @@ def madgrad_float32_has_momentum_small(
 
 @triton.jit
 def madgrad_bfloat16_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, at,
-    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
+    x0_ptr, at, at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1154,7 +1156,7 @@ def madgrad_bfloat16_has_momentum_tile(
     grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_code = get(grad_sum_sq_codes_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1163,7 +1165,7 @@ def madgrad_bfloat16_has_momentum_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # -- update  (specs/madgrad.py)
@@ -1209,7 +1211,7 @@ def madgrad_bfloat16_has_momentum_tile(
     grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
+    put(grad_sum_sq_codes_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -1220,7 +1222,7 @@ def madgrad_bfloat16_has_momentum_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1236,9 +1238,9 @@ def madgrad_bfloat16_has_momentum(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_ptr = pointer(row + 3, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    grad_sum_sq_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 5, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     x0_ptr = pointer(row + 7, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 8)
@@ -1265,9 +1267,9 @@ def madgrad_bfloat16_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             madgrad_bfloat16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where,
-                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
+                x0_ptr, where, block, live, live_block, number, weight_decay, eps, grad_scale, weight,
+                one_minus_momentum, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1277,9 +1279,9 @@ def madgrad_bfloat16_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        grad_sum_sq_ptr += origin
+        grad_sum_sq_codes_ptr += origin
         grad_sum_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         x0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1290,8 +1292,8 @@ def madgrad_bfloat16_has_momentum(
             for odd in tl.static_range(2):
                 madgrad_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_sum_sq_codes_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     x0_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
                 )
@@ -1302,8 +1304,8 @@ def madgrad_bfloat16_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             madgrad_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_codes_ptr + start,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
                 numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
                 stream_key, True,
@@ -1425,9 +1427,9 @@ def madgrad_bfloat16_has_momentum_small(
 
 @triton.jit
 def madgrad_float16_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, at,
-    at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
+    x0_ptr, at, at_block, live, live_block, index, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1451,7 +1453,7 @@ def madgrad_float16_has_momentum_tile(
     grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
-    grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
+    grad_sum_sq_code = get(grad_sum_sq_codes_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
     grad_sum_sq_value = (grad_sum_sq_middle[:, None] + grad_sum_sq_piece * grad_sum_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1460,7 +1462,7 @@ def madgrad_float16_has_momentum_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     # -- update  (specs/madgrad.py)
@@ -1515,7 +1517,7 @@ def madgrad_float16_has_momentum_tile(
     grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
     grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
     grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
-    put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
+    put(grad_sum_sq_codes_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -1526,7 +1528,7 @@ def madgrad_float16_has_momentum_tile(
     s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
     s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1542,9 +1544,9 @@ def madgrad_float16_has_momentum(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_ptr = pointer(row + 3, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    grad_sum_sq_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 5, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     x0_ptr = pointer(row + 7, tl.float32, ALIGNED)                    # float32 [n]  read
     numel = tl.load(row + 8)
@@ -1571,9 +1573,9 @@ def madgrad_float16_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             madgrad_float16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, grad_sum_sq_range_ptr, s_ptr, s_scale_ptr, x0_ptr, where,
-                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
+                x0_ptr, where, block, live, live_block, number, weight_decay, eps, grad_scale, weight,
+                one_minus_momentum, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1583,9 +1585,9 @@ def madgrad_float16_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        grad_sum_sq_ptr += origin
+        grad_sum_sq_codes_ptr += origin
         grad_sum_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         x0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1596,8 +1598,8 @@ def madgrad_float16_has_momentum(
             for odd in tl.static_range(2):
                 madgrad_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_sum_sq_codes_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     x0_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
                 )
@@ -1608,8 +1610,8 @@ def madgrad_float16_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             madgrad_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_codes_ptr + start,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
                 numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
                 stream_key, True,

@@ -33,7 +33,7 @@ struct mars_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {6, -1, 1, ELEMENT, true, false, NONE, 1},  // last_grad
+        {6, -1, 1, ELEMENT, true, false, NONE, 1},  // last_grad_codes
         {7, -1, 2, BLOCK_OF, true, false, NONE, 2},  // last_grad_scale
         {8, 10, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
     };
@@ -42,7 +42,7 @@ struct mars_float32_1 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const uint8_t *__restrict last_grad_at = (const uint8_t *)at[1];        // uint8 [n]  read
+        const uint8_t *__restrict last_grad_codes_at = (const uint8_t *)at[1];  // uint8 [n]  read
         const int16_t *__restrict last_grad_scale_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_of_c_at = (float *)at[3];                  // float32 [tensor]  for tensor_sum
         const F grad_scale(known.scalars[0]);
@@ -63,11 +63,11 @@ struct mars_float32_1 {
         // -- elements: decode, update  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_codes_at, b + TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const U8 last_grad_code = raw(last_grad_at + i);
+                const U8 last_grad_code = raw(last_grad_codes_at + i);
                 const F last_grad_code_2 = counter(last_grad_code) - 8388736.0f;
                 const F last_grad_bend = abs(last_grad_code_2);
                 const F g = Grad::load(g_at + i);
@@ -118,11 +118,11 @@ struct mars_float32_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // last_grad
+        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // last_grad_codes
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // last_grad_scale
         {9, -1, 4, WHOLE, true, false, NONE, 8},  // one_over_sqrt_tensor_sum_of_c_max_one
     };
@@ -138,11 +138,11 @@ struct mars_float32_3 {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict last_grad_at = (uint8_t *)at[6];         // uint8 [n]  read and written
+        uint8_t *__restrict last_grad_codes_at = (uint8_t *)at[6];   // uint8 [n]  read and written
         int16_t *__restrict last_grad_scale_at = (int16_t *)at[7];   // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[8];
@@ -235,15 +235,15 @@ struct mars_float32_3 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 last_grad_code = raw(last_grad_at + i);
+                const U8 last_grad_code = raw(last_grad_codes_at + i);
                 const F last_grad_code_2 = counter(last_grad_code) - 8388736.0f;
                 const F last_grad_bend = abs(last_grad_code_2);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -319,7 +319,7 @@ struct mars_float32_3 {
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -342,8 +342,8 @@ struct mars_float32_3 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(last_grad_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), last_grad_divisor_mul), 12583040.0f)));
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(last_grad_codes_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), last_grad_divisor_mul), 12583040.0f)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -361,15 +361,15 @@ struct mars_float32_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -514,7 +514,7 @@ struct mars_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {7, -1, 1, ELEMENT, true, false, NONE, 1},  // last_grad
+        {7, -1, 1, ELEMENT, true, false, NONE, 1},  // last_grad_codes
         {8, -1, 2, BLOCK_OF, true, false, NONE, 2},  // last_grad_scale
         {9, 11, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_c
     };
@@ -523,7 +523,7 @@ struct mars_bfloat16_1 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        const uint8_t *__restrict last_grad_at = (const uint8_t *)at[1];        // uint8 [n]  read
+        const uint8_t *__restrict last_grad_codes_at = (const uint8_t *)at[1];  // uint8 [n]  read
         const int16_t *__restrict last_grad_scale_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_of_c_at = (float *)at[3];                  // float32 [tensor]  for tensor_sum
         const F grad_scale(known.scalars[0]);
@@ -544,11 +544,11 @@ struct mars_bfloat16_1 {
         // -- elements: decode, update  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_codes_at, b + TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const U8 last_grad_code = raw(last_grad_at + i);
+                const U8 last_grad_code = raw(last_grad_codes_at + i);
                 const F last_grad_code_2 = counter(last_grad_code) - 8388736.0f;
                 const F last_grad_bend = abs(last_grad_code_2);
                 const F g_stored = Grad::load(g_at + i);
@@ -600,11 +600,11 @@ struct mars_bfloat16_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // last_grad
+        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // last_grad_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // last_grad_scale
         {10, -1, 4, WHOLE, true, false, NONE, 9},  // one_over_sqrt_tensor_sum_of_c_max_one
     };
@@ -621,11 +621,11 @@ struct mars_bfloat16_3 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];         // uint8 [n]  read and written
+        uint8_t *__restrict last_grad_codes_at = (uint8_t *)at[7];   // uint8 [n]  read and written
         int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];   // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[9];
@@ -719,15 +719,15 @@ struct mars_bfloat16_3 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 last_grad_code = raw(last_grad_at + i);
+                const U8 last_grad_code = raw(last_grad_codes_at + i);
                 const F last_grad_code_2 = counter(last_grad_code) - 8388736.0f;
                 const F last_grad_bend = abs(last_grad_code_2);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -817,7 +817,7 @@ struct mars_bfloat16_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -840,8 +840,8 @@ struct mars_bfloat16_3 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(last_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), last_grad_divisor_mul), 12583040.0f)));
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(last_grad_codes_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), last_grad_divisor_mul), 12583040.0f)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -859,15 +859,15 @@ struct mars_bfloat16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1042,11 +1042,11 @@ struct mars_float16_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // last_grad
+        {7, -1, 1, ELEMENT, true, true, NONE, 7},  // last_grad_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // last_grad_scale
         {10, -1, 4, WHOLE, true, false, NONE, 9},  // one_over_sqrt_tensor_sum_of_c_max_one
     };
@@ -1063,11 +1063,11 @@ struct mars_float16_3 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict last_grad_at = (uint8_t *)at[7];         // uint8 [n]  read and written
+        uint8_t *__restrict last_grad_codes_at = (uint8_t *)at[7];   // uint8 [n]  read and written
         int16_t *__restrict last_grad_scale_at = (int16_t *)at[8];   // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_over_sqrt_tensor_sum_of_c_max_one_at = (const float *)at[9];
@@ -1161,15 +1161,15 @@ struct mars_float16_3 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 last_grad_code = raw(last_grad_at + i);
+                const U8 last_grad_code = raw(last_grad_codes_at + i);
                 const F last_grad_code_2 = counter(last_grad_code) - 8388736.0f;
                 const F last_grad_bend = abs(last_grad_code_2);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1277,7 +1277,7 @@ struct mars_float16_3 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1300,8 +1300,8 @@ struct mars_float16_3 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(last_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), last_grad_divisor_mul), 12583040.0f)));
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(last_grad_codes_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), last_grad_divisor_mul), 12583040.0f)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1319,15 +1319,15 @@ struct mars_float16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1454,11 +1454,11 @@ struct mars_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // last_grad
+        {1, ELEMENT},  // last_grad_codes
         {2, BLOCK_OF},  // last_grad_scale
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
@@ -1502,11 +1502,11 @@ struct mars_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // last_grad
+        {1, ELEMENT},  // last_grad_codes
         {2, BLOCK_OF},  // last_grad_scale
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one
@@ -1551,11 +1551,11 @@ struct mars_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // last_grad
+        {1, ELEMENT},  // last_grad_codes
         {2, BLOCK_OF},  // last_grad_scale
         {4, WHOLE},  // tensor_sum_of_c
         {4, WHOLE},  // one_over_sqrt_tensor_sum_of_c_max_one

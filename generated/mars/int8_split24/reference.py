@@ -26,11 +26,11 @@ from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, s
 
 
 def mars_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    last_grad_tensor, last_grad_scale_tensor, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, beta1, beta2, eps, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, last_grad_codes_tensor, last_grad_scale_tensor, grad_scale,
+    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2, eps,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -52,7 +52,7 @@ def mars_float32(
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
-    last_grad_code = b.elements(last_grad_tensor)
+    last_grad_code = b.elements(last_grad_codes_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
     last_grad_code = last_grad_code - 128.0
@@ -78,7 +78,7 @@ def mars_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -90,7 +90,7 @@ def mars_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -101,7 +101,7 @@ def mars_float32(
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
-    last_grad_code = b.elements(last_grad_tensor)
+    last_grad_code = b.elements(last_grad_codes_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
     last_grad_code = last_grad_code - 128.0
@@ -169,11 +169,11 @@ def mars_float32(
     last_grad_divisor_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
     last_grad_exact = g / (last_grad_divisor_mul + g_abs * 0.003937007874015748)
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(last_grad_tensor, (last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(last_grad_codes_tensor, (last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(last_grad_scale_tensor, (last_grad_up >> 15).to(torch.int16))
 
 
@@ -246,11 +246,11 @@ def mars_float32_small(
 
 
 def mars_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, last_grad_tensor, last_grad_scale_tensor, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, beta1, beta2, eps, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, last_grad_codes_tensor, last_grad_scale_tensor,
+    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2, eps,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -272,7 +272,7 @@ def mars_bfloat16(
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
-    last_grad_code = b.elements(last_grad_tensor)
+    last_grad_code = b.elements(last_grad_codes_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
     last_grad_code = last_grad_code - 128.0
@@ -302,7 +302,7 @@ def mars_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -314,7 +314,7 @@ def mars_bfloat16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -325,7 +325,7 @@ def mars_bfloat16(
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
-    last_grad_code = b.elements(last_grad_tensor)
+    last_grad_code = b.elements(last_grad_codes_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
     last_grad_code = last_grad_code - 128.0
@@ -396,11 +396,11 @@ def mars_bfloat16(
     last_grad_exact = g / (last_grad_divisor_mul + g_abs * 0.003937007874015748)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(last_grad_tensor, (last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(last_grad_codes_tensor, (last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(last_grad_scale_tensor, (last_grad_up >> 15).to(torch.int16))
 
 
@@ -488,11 +488,11 @@ def mars_bfloat16_small(
 
 
 def mars_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, last_grad_tensor, last_grad_scale_tensor, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, beta1, beta2, eps, one_minus_lr_times_weight_decay,
-    one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, last_grad_codes_tensor, last_grad_scale_tensor,
+    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, beta1, beta2, eps,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+    lr_over_one_minus_beta1_pow_t, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -514,7 +514,7 @@ def mars_float16(
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
-    last_grad_code = b.elements(last_grad_tensor)
+    last_grad_code = b.elements(last_grad_codes_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
     last_grad_code = last_grad_code - 128.0
@@ -550,7 +550,7 @@ def mars_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -562,7 +562,7 @@ def mars_float16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -573,7 +573,7 @@ def mars_float16(
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
-    last_grad_code = b.elements(last_grad_tensor)
+    last_grad_code = b.elements(last_grad_codes_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
     last_grad_code = last_grad_code - 128.0
@@ -654,11 +654,11 @@ def mars_float16(
     last_grad_exact = g / (last_grad_divisor_mul + g_abs * 0.003937007874015748)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(last_grad_tensor, (last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(last_grad_codes_tensor, (last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(last_grad_scale_tensor, (last_grad_up >> 15).to(torch.int16))
 
 
@@ -762,8 +762,8 @@ def mars_float16_small(
 
 
 def mars_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    last_grad_tensor, last_grad_scale_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
+    last_grad_codes_tensor, last_grad_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -774,7 +774,7 @@ def mars_float32_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -783,7 +783,7 @@ def mars_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -795,7 +795,7 @@ def mars_float32_decode(
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
-    last_grad_code = b.elements(last_grad_tensor)
+    last_grad_code = b.elements(last_grad_codes_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
     last_grad_code = last_grad_code - 128.0
@@ -849,11 +849,11 @@ def mars_float32_encode(values):
     last_grad_exact = in_last_grad / (last_grad_divisor_mul + in_last_grad_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "last_grad": b.flat((last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "last_grad_codes": b.flat((last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "last_grad_scale": b.flat_per_block((last_grad_up >> 15).to(torch.int16)),
     }
 
@@ -889,8 +889,8 @@ def mars_float32_small_encode(values):
 
 
 def mars_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, last_grad_tensor, last_grad_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, last_grad_codes_tensor, last_grad_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -905,7 +905,7 @@ def mars_bfloat16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -914,7 +914,7 @@ def mars_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -926,7 +926,7 @@ def mars_bfloat16_decode(
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
-    last_grad_code = b.elements(last_grad_tensor)
+    last_grad_code = b.elements(last_grad_codes_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
     last_grad_code = last_grad_code - 128.0
@@ -983,11 +983,11 @@ def mars_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "last_grad": b.flat((last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "last_grad_codes": b.flat((last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "last_grad_scale": b.flat_per_block((last_grad_up >> 15).to(torch.int16)),
     }
 
@@ -1030,8 +1030,8 @@ def mars_bfloat16_small_encode(values):
 
 
 def mars_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, last_grad_tensor, last_grad_scale_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, last_grad_codes_tensor, last_grad_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1052,7 +1052,7 @@ def mars_float16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1061,7 +1061,7 @@ def mars_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1073,7 +1073,7 @@ def mars_float16_decode(
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
-    last_grad_code = b.elements(last_grad_tensor)
+    last_grad_code = b.elements(last_grad_codes_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
     last_grad_code = last_grad_code - 128.0
@@ -1140,11 +1140,11 @@ def mars_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "last_grad": b.flat((last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "last_grad_codes": b.flat((last_grad_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "last_grad_scale": b.flat_per_block((last_grad_up >> 15).to(torch.int16)),
     }
 

@@ -32,7 +32,7 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def mars_float32_1_tile(
-    g_ptr, last_grad_ptr, last_grad_scale_ptr, at, at_block, live, live_block, grad_scale,
+    g_ptr, last_grad_codes_ptr, last_grad_scale_ptr, at, at_block, live, live_block, grad_scale,
     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -41,7 +41,7 @@ def mars_float32_1_tile(
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
-    last_grad_code = get(last_grad_ptr, at, live, MASKED)
+    last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
     g = widened(get(g_ptr, at, live, MASKED))
@@ -66,7 +66,7 @@ def mars_float32_1(
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_ptr = pointer(row + 6, tl.uint8, ALIGNED)               # uint8 [n]  read
+    last_grad_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # uint8 [n]  read
     last_grad_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
     tensor_sum_of_c_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
     numel = tl.load(row + 14)
@@ -90,7 +90,7 @@ def mars_float32_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             tensor_sum_term = mars_float32_1_tile(
-                g_ptr, last_grad_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
+                g_ptr, last_grad_codes_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -100,14 +100,14 @@ def mars_float32_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        last_grad_ptr += origin
+        last_grad_codes_ptr += origin
         last_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term = mars_float32_1_tile(
-                    g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, last_grad_codes_ptr + start + odd * TILE,
                     last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
                 )
@@ -119,8 +119,9 @@ def mars_float32_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term = mars_float32_1_tile(
-                g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
-                live, live_block, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
+                g_ptr + start, last_grad_codes_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -160,11 +161,11 @@ def mars_float32_2(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def mars_float32_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, last_grad_ptr,
-    last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-    stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    last_grad_codes_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -173,7 +174,7 @@ def mars_float32_3_tile(
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
-    last_grad_code = get(last_grad_ptr, at, live, MASKED)
+    last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
     g = widened(get(g_ptr, at, live, MASKED))
@@ -182,7 +183,7 @@ def mars_float32_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -191,7 +192,7 @@ def mars_float32_3_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -238,7 +239,7 @@ def mars_float32_3_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -250,7 +251,7 @@ def mars_float32_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
@@ -260,7 +261,7 @@ def mars_float32_3_tile(
     put(last_grad_scale_ptr, at_block, (last_grad_up >> 15).to(tl.int16), live_block, MASKED)
     last_grad_divisor = tl.minimum(last_grad_up & 0x7fff8000, 0x7f7fffff)
     last_grad_divisor_mul = last_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(last_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(last_grad_codes_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -277,11 +278,11 @@ def mars_float32_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    last_grad_ptr = pointer(row + 6, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    last_grad_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     last_grad_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 14)
@@ -308,11 +309,11 @@ def mars_float32_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             mars_float32_3_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, last_grad_ptr,
-                last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live, live_block, number,
-                beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                last_grad_codes_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live,
+                live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -321,11 +322,11 @@ def mars_float32_3(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        last_grad_ptr += origin
+        last_grad_codes_ptr += origin
         last_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -334,9 +335,9 @@ def mars_float32_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 mars_float32_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, last_grad_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, last_grad_codes_ptr + start + odd * TILE,
                     last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
@@ -349,12 +350,13 @@ def mars_float32_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             mars_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_ptr + start,
-                last_grad_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few,
-                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                last_grad_codes_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
@@ -527,7 +529,7 @@ def mars_float32_small_3(
 
 @triton.jit
 def mars_bfloat16_1_tile(
-    g_ptr, last_grad_ptr, last_grad_scale_ptr, at, at_block, live, live_block, grad_scale,
+    g_ptr, last_grad_codes_ptr, last_grad_scale_ptr, at, at_block, live, live_block, grad_scale,
     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -536,7 +538,7 @@ def mars_bfloat16_1_tile(
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
-    last_grad_code = get(last_grad_ptr, at, live, MASKED)
+    last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -561,7 +563,7 @@ def mars_bfloat16_1(
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read
+    last_grad_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
     tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
     numel = tl.load(row + 15)
@@ -585,7 +587,7 @@ def mars_bfloat16_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             tensor_sum_term = mars_bfloat16_1_tile(
-                g_ptr, last_grad_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
+                g_ptr, last_grad_codes_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -595,14 +597,14 @@ def mars_bfloat16_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        last_grad_ptr += origin
+        last_grad_codes_ptr += origin
         last_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term = mars_bfloat16_1_tile(
-                    g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, last_grad_codes_ptr + start + odd * TILE,
                     last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
                 )
@@ -614,8 +616,9 @@ def mars_bfloat16_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term = mars_bfloat16_1_tile(
-                g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
-                live, live_block, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
+                g_ptr + start, last_grad_codes_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -639,11 +642,12 @@ def mars_bfloat16_2(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def mars_bfloat16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, last_grad_codes_ptr, last_grad_scale_ptr,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -652,7 +656,7 @@ def mars_bfloat16_3_tile(
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
-    last_grad_code = get(last_grad_ptr, at, live, MASKED)
+    last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -661,7 +665,7 @@ def mars_bfloat16_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -670,7 +674,7 @@ def mars_bfloat16_3_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -723,7 +727,7 @@ def mars_bfloat16_3_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -735,7 +739,7 @@ def mars_bfloat16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
@@ -745,7 +749,7 @@ def mars_bfloat16_3_tile(
     put(last_grad_scale_ptr, at_block, (last_grad_up >> 15).to(tl.int16), live_block, MASKED)
     last_grad_divisor = tl.minimum(last_grad_up & 0x7fff8000, 0x7f7fffff)
     last_grad_divisor_mul = last_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(last_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(last_grad_codes_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -763,11 +767,11 @@ def mars_bfloat16_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    last_grad_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 15)
@@ -794,11 +798,12 @@ def mars_bfloat16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             mars_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, last_grad_codes_ptr, last_grad_scale_ptr,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live, live_block, number, beta1, beta2,
+                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -808,11 +813,11 @@ def mars_bfloat16_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        last_grad_ptr += origin
+        last_grad_codes_ptr += origin
         last_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -822,9 +827,9 @@ def mars_bfloat16_3(
             for odd in tl.static_range(2):
                 mars_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    last_grad_codes_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
@@ -837,9 +842,9 @@ def mars_bfloat16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             mars_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_codes_ptr + start,
                 last_grad_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few,
                 few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
@@ -1058,7 +1063,7 @@ def mars_bfloat16_small_3(
 
 @triton.jit
 def mars_float16_1_tile(
-    g_ptr, last_grad_ptr, last_grad_scale_ptr, at, at_block, live, live_block, grad_scale,
+    g_ptr, last_grad_codes_ptr, last_grad_scale_ptr, at, at_block, live, live_block, grad_scale,
     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1067,7 +1072,7 @@ def mars_float16_1_tile(
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
-    last_grad_code = get(last_grad_ptr, at, live, MASKED)
+    last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1092,7 +1097,7 @@ def mars_float16_1(
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read
+    last_grad_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
     tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
     numel = tl.load(row + 15)
@@ -1116,7 +1121,7 @@ def mars_float16_1(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             tensor_sum_term = mars_float16_1_tile(
-                g_ptr, last_grad_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
+                g_ptr, last_grad_codes_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -1126,14 +1131,14 @@ def mars_float16_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        last_grad_ptr += origin
+        last_grad_codes_ptr += origin
         last_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term = mars_float16_1_tile(
-                    g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, last_grad_codes_ptr + start + odd * TILE,
                     last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
                 )
@@ -1145,8 +1150,9 @@ def mars_float16_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term = mars_float16_1_tile(
-                g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
-                live, live_block, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
+                g_ptr + start, last_grad_codes_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -1154,11 +1160,12 @@ def mars_float16_1(
 
 @triton.jit
 def mars_float16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, last_grad_codes_ptr, last_grad_scale_ptr,
+    one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1167,7 +1174,7 @@ def mars_float16_3_tile(
     last_grad_scale_bits = last_grad_scale.to(tl.int32) << 15
     last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
     last_grad_scale = tl.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).to(tl.float32, bitcast=True)
-    last_grad_code = get(last_grad_ptr, at, live, MASKED)
+    last_grad_code = get(last_grad_codes_ptr, at, live, MASKED)
     last_grad_code = counter(last_grad_code) - 8388736.0
     last_grad_bend = tl.abs(last_grad_code)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1176,7 +1183,7 @@ def mars_float16_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1185,7 +1192,7 @@ def mars_float16_3_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1254,7 +1261,7 @@ def mars_float16_3_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -1266,7 +1273,7 @@ def mars_float16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     g_abs = tl.abs(g)
@@ -1276,7 +1283,7 @@ def mars_float16_3_tile(
     put(last_grad_scale_ptr, at_block, (last_grad_up >> 15).to(tl.int16), live_block, MASKED)
     last_grad_divisor = tl.minimum(last_grad_up & 0x7fff8000, 0x7f7fffff)
     last_grad_divisor_mul = last_grad_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(last_grad_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(last_grad_codes_ptr, at, tl.fma(g, reciprocal(tl.fma(0.003937007874015748, g_abs, last_grad_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1294,11 +1301,11 @@ def mars_float16_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    last_grad_ptr = pointer(row + 7, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    last_grad_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 15)
@@ -1325,11 +1332,12 @@ def mars_float16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             mars_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                last_grad_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, last_grad_codes_ptr, last_grad_scale_ptr,
+                one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live, live_block, number, beta1, beta2,
+                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
+                stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1339,11 +1347,11 @@ def mars_float16_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        last_grad_ptr += origin
+        last_grad_codes_ptr += origin
         last_grad_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1353,9 +1361,9 @@ def mars_float16_3(
             for odd in tl.static_range(2):
                 mars_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    last_grad_codes_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
@@ -1368,9 +1376,9 @@ def mars_float16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             mars_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_codes_ptr + start,
                 last_grad_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few,
                 few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,

@@ -21,7 +21,7 @@ from optgen.runtime.eager import (
 
 
 def muon_float32(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
     one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps, ns_steps,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -49,7 +49,7 @@ def muon_float32(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -81,7 +81,7 @@ def muon_float32(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     direction_bitcast = direction.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -165,7 +165,7 @@ def muon_float32_small(
 
 
 def muon_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
     ns_steps, one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -193,7 +193,7 @@ def muon_bfloat16(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -225,7 +225,7 @@ def muon_bfloat16(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     direction_bitcast = direction.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -339,7 +339,7 @@ def muon_bfloat16_small(
 
 
 def muon_float16(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
     ns_steps, one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -367,7 +367,7 @@ def muon_float16(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -399,7 +399,7 @@ def muon_float16(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     direction_bitcast = direction.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -545,7 +545,7 @@ def muon_float16_small(
 
 
 def muon_float32_no_matrix(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_range_tensor, adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale,
     one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0,
     adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1, sqrt_one_minus_adamw_betas_1_pow_t,
@@ -568,7 +568,7 @@ def muon_float32_no_matrix(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -582,7 +582,7 @@ def muon_float32_no_matrix(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -630,9 +630,9 @@ def muon_float32_no_matrix(
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -673,8 +673,8 @@ def muon_float32_no_matrix_small(
 
 
 def muon_bfloat16_no_matrix(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_range_tensor, adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale,
     one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0,
     adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1, sqrt_one_minus_adamw_betas_1_pow_t,
     step_key, stream_key, place=None,
@@ -700,7 +700,7 @@ def muon_bfloat16_no_matrix(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -714,7 +714,7 @@ def muon_bfloat16_no_matrix(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -765,9 +765,9 @@ def muon_bfloat16_no_matrix(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -823,8 +823,8 @@ def muon_bfloat16_no_matrix_small(
 
 
 def muon_float16_no_matrix(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
-    exp_avg_sq_tensor, exp_avg_sq_range_tensor, adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale,
     one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0,
     adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1, sqrt_one_minus_adamw_betas_1_pow_t,
     step_key, stream_key, place=None,
@@ -856,7 +856,7 @@ def muon_float16_no_matrix(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -870,7 +870,7 @@ def muon_float16_no_matrix(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -931,9 +931,9 @@ def muon_float16_no_matrix(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -1005,7 +1005,7 @@ def muon_float16_no_matrix_small(
 
 
 def muon_float32_match_rms_adamw(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
     one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps, ns_steps,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -1033,7 +1033,7 @@ def muon_float32_match_rms_adamw(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1065,7 +1065,7 @@ def muon_float32_match_rms_adamw(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     direction_bitcast = direction.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -1149,7 +1149,7 @@ def muon_float32_match_rms_adamw_small(
 
 
 def muon_bfloat16_match_rms_adamw(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
     ns_steps, one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -1177,7 +1177,7 @@ def muon_bfloat16_match_rms_adamw(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1209,7 +1209,7 @@ def muon_bfloat16_match_rms_adamw(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     direction_bitcast = direction.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -1323,7 +1323,7 @@ def muon_bfloat16_match_rms_adamw_small(
 
 
 def muon_float16_match_rms_adamw(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
     ns_steps, one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -1351,7 +1351,7 @@ def muon_float16_match_rms_adamw(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1383,7 +1383,7 @@ def muon_float16_match_rms_adamw(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     direction_bitcast = direction.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -1529,7 +1529,7 @@ def muon_float16_match_rms_adamw_small(
 
 
 def muon_float32_no_nesterov(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
     one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps, ns_steps,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -1557,7 +1557,7 @@ def muon_float32_no_nesterov(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1586,7 +1586,7 @@ def muon_float32_no_nesterov(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -1667,7 +1667,7 @@ def muon_float32_no_nesterov_small(
 
 
 def muon_bfloat16_no_nesterov(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
     ns_steps, one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -1695,7 +1695,7 @@ def muon_bfloat16_no_nesterov(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1724,7 +1724,7 @@ def muon_bfloat16_no_nesterov(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -1835,7 +1835,7 @@ def muon_bfloat16_no_nesterov_small(
 
 
 def muon_float16_no_nesterov(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
     ns_steps, one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -1863,7 +1863,7 @@ def muon_float16_no_nesterov(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1892,7 +1892,7 @@ def muon_float16_no_nesterov(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -2035,7 +2035,7 @@ def muon_float16_no_nesterov_small(
 
 
 def muon_float32_no_nesterov_match_rms_adamw(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
     one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps, ns_steps,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -2063,7 +2063,7 @@ def muon_float32_no_nesterov_match_rms_adamw(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2092,7 +2092,7 @@ def muon_float32_no_nesterov_match_rms_adamw(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -2173,7 +2173,7 @@ def muon_float32_no_nesterov_match_rms_adamw_small(
 
 
 def muon_bfloat16_no_nesterov_match_rms_adamw(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
     ns_steps, one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -2201,7 +2201,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2230,7 +2230,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -2341,7 +2341,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw_small(
 
 
 def muon_float16_no_nesterov_match_rms_adamw(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, ns_coefficients_0, ns_coefficients_1, ns_coefficients_2, eps,
     ns_steps, one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -2369,7 +2369,7 @@ def muon_float16_no_nesterov_match_rms_adamw(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2398,7 +2398,7 @@ def muon_float16_no_nesterov_match_rms_adamw(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
     direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -2540,7 +2540,7 @@ def muon_float16_no_nesterov_match_rms_adamw_small(
     b.store(weight_low_tensor, p_kept)
 
 
-def muon_float32_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def muon_float32_decode(p_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -2548,7 +2548,7 @@ def muon_float32_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2574,7 +2574,7 @@ def muon_float32_encode(values):
     momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2601,7 +2601,7 @@ def muon_float32_small_encode(values):
     }
 
 
-def muon_bfloat16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def muon_bfloat16_decode(p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -2613,7 +2613,7 @@ def muon_bfloat16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, mo
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2642,7 +2642,7 @@ def muon_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2676,7 +2676,7 @@ def muon_bfloat16_small_encode(values):
     }
 
 
-def muon_float16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def muon_float16_decode(p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -2694,7 +2694,7 @@ def muon_float16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, mom
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2733,7 +2733,7 @@ def muon_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2784,7 +2784,7 @@ def muon_float16_small_encode(values):
 
 
 def muon_float32_no_matrix_decode(
-    p_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2794,7 +2794,7 @@ def muon_float32_no_matrix_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2806,7 +2806,7 @@ def muon_float32_no_matrix_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2846,9 +2846,9 @@ def muon_float32_no_matrix_encode(values):
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -2880,8 +2880,8 @@ def muon_float32_no_matrix_small_encode(values):
 
 
 def muon_bfloat16_no_matrix_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2894,7 +2894,7 @@ def muon_bfloat16_no_matrix_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2906,7 +2906,7 @@ def muon_bfloat16_no_matrix_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2949,9 +2949,9 @@ def muon_bfloat16_no_matrix_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -2990,8 +2990,8 @@ def muon_bfloat16_no_matrix_small_encode(values):
 
 
 def muon_float16_no_matrix_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -3010,7 +3010,7 @@ def muon_float16_no_matrix_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -3022,7 +3022,7 @@ def muon_float16_no_matrix_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3075,9 +3075,9 @@ def muon_float16_no_matrix_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 

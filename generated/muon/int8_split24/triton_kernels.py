@@ -56,8 +56,9 @@ def muon_float32_1(table, work, lr: tl.float32, LANES: tl.constexpr):
 
 @triton.jit
 def muon_float32_2_tile(
-    g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live, live_block,
-    index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live,
+    live_block, index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -65,7 +66,7 @@ def muon_float32_2_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     g = widened(get(g_ptr, at, live, MASKED))
@@ -93,7 +94,7 @@ def muon_float32_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -109,7 +110,7 @@ def muon_float32_2(
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
     numel = tl.load(row + 9)
@@ -136,8 +137,8 @@ def muon_float32_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             muon_float32_2_tile(
-                g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live, live_block,
-                number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
+                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -145,7 +146,7 @@ def muon_float32_2(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         direction_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -155,7 +156,7 @@ def muon_float32_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 muon_float32_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
@@ -167,7 +168,7 @@ def muon_float32_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             muon_float32_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
                 direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
@@ -363,8 +364,9 @@ def muon_bfloat16_1(table, work, lr: tl.float32, LANES: tl.constexpr):
 
 @triton.jit
 def muon_bfloat16_2_tile(
-    g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live, live_block,
-    index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live,
+    live_block, index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -372,7 +374,7 @@ def muon_bfloat16_2_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -400,7 +402,7 @@ def muon_bfloat16_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -416,7 +418,7 @@ def muon_bfloat16_2(
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
     numel = tl.load(row + 10)
@@ -443,8 +445,8 @@ def muon_bfloat16_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             muon_bfloat16_2_tile(
-                g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live, live_block,
-                number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
+                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -452,7 +454,7 @@ def muon_bfloat16_2(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         direction_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -462,7 +464,7 @@ def muon_bfloat16_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 muon_bfloat16_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
@@ -474,7 +476,7 @@ def muon_bfloat16_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             muon_bfloat16_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
                 direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
@@ -728,8 +730,9 @@ def muon_bfloat16_small_4(
 
 @triton.jit
 def muon_float16_2_tile(
-    g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live, live_block,
-    index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live,
+    live_block, index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -737,7 +740,7 @@ def muon_float16_2_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     g_stored = get(g_ptr, at, live, MASKED)
@@ -765,7 +768,7 @@ def muon_float16_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -781,7 +784,7 @@ def muon_float16_2(
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
     numel = tl.load(row + 10)
@@ -808,8 +811,8 @@ def muon_float16_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             muon_float16_2_tile(
-                g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live, live_block,
-                number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
+                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -817,7 +820,7 @@ def muon_float16_2(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         direction_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -827,7 +830,7 @@ def muon_float16_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 muon_float16_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
@@ -839,7 +842,7 @@ def muon_float16_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             muon_float16_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
                 direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
@@ -1125,8 +1128,8 @@ def muon_float16_small_4(
 
 @triton.jit
 def muon_float32_no_matrix_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, adamw_betas_0, adamw_betas_1,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, adamw_betas_0, adamw_betas_1,
     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1137,7 +1140,7 @@ def muon_float32_no_matrix_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1146,7 +1149,7 @@ def muon_float32_no_matrix_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1179,7 +1182,7 @@ def muon_float32_no_matrix_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -1195,7 +1198,7 @@ def muon_float32_no_matrix_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1214,9 +1217,9 @@ def muon_float32_no_matrix(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -1242,8 +1245,8 @@ def muon_float32_no_matrix(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             muon_float32_no_matrix_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
             )
@@ -1254,9 +1257,9 @@ def muon_float32_no_matrix(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1265,10 +1268,10 @@ def muon_float32_no_matrix(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 muon_float32_no_matrix_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1279,8 +1282,8 @@ def muon_float32_no_matrix(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             muon_float32_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
@@ -1361,7 +1364,7 @@ def muon_float32_no_matrix_small(
 
 @triton.jit
 def muon_bfloat16_no_matrix_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
     exp_avg_sq_range_ptr, at, at_block, live, live_block, index, adamw_betas_0, adamw_betas_1,
     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
@@ -1373,7 +1376,7 @@ def muon_bfloat16_no_matrix_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1382,7 +1385,7 @@ def muon_bfloat16_no_matrix_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1422,7 +1425,7 @@ def muon_bfloat16_no_matrix_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -1438,7 +1441,7 @@ def muon_bfloat16_no_matrix_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1458,9 +1461,9 @@ def muon_bfloat16_no_matrix(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -1486,7 +1489,7 @@ def muon_bfloat16_no_matrix(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             muon_bfloat16_no_matrix_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
                 exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
@@ -1499,9 +1502,9 @@ def muon_bfloat16_no_matrix(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1511,8 +1514,9 @@ def muon_bfloat16_no_matrix(
             for odd in tl.static_range(2):
                 muon_bfloat16_no_matrix_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
@@ -1524,8 +1528,8 @@ def muon_bfloat16_no_matrix(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             muon_bfloat16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
@@ -1644,7 +1648,7 @@ def muon_bfloat16_no_matrix_small(
 
 @triton.jit
 def muon_float16_no_matrix_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
     exp_avg_sq_range_ptr, at, at_block, live, live_block, index, adamw_betas_0, adamw_betas_1,
     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
@@ -1656,7 +1660,7 @@ def muon_float16_no_matrix_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1665,7 +1669,7 @@ def muon_float16_no_matrix_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1721,7 +1725,7 @@ def muon_float16_no_matrix_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -1737,7 +1741,7 @@ def muon_float16_no_matrix_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1757,9 +1761,9 @@ def muon_float16_no_matrix(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -1785,7 +1789,7 @@ def muon_float16_no_matrix(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             muon_float16_no_matrix_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
                 exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
@@ -1798,9 +1802,9 @@ def muon_float16_no_matrix(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1810,8 +1814,9 @@ def muon_float16_no_matrix(
             for odd in tl.static_range(2):
                 muon_float16_no_matrix_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
@@ -1823,8 +1828,8 @@ def muon_float16_no_matrix(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             muon_float16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
@@ -2026,8 +2031,9 @@ def muon_bfloat16_match_rms_adamw_1(table, work, lr: tl.float32, LANES: tl.const
 
 @triton.jit
 def muon_float32_no_nesterov_2_tile(
-    g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live, live_block,
-    index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live,
+    live_block, index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2036,7 +2042,7 @@ def muon_float32_no_nesterov_2_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/muon.py)
@@ -2060,7 +2066,7 @@ def muon_float32_no_nesterov_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -2076,7 +2082,7 @@ def muon_float32_no_nesterov_2(
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
     numel = tl.load(row + 9)
@@ -2103,8 +2109,8 @@ def muon_float32_no_nesterov_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             muon_float32_no_nesterov_2_tile(
-                g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live, live_block,
-                number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
+                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2112,7 +2118,7 @@ def muon_float32_no_nesterov_2(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         direction_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -2122,7 +2128,7 @@ def muon_float32_no_nesterov_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 muon_float32_no_nesterov_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
@@ -2134,7 +2140,7 @@ def muon_float32_no_nesterov_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             muon_float32_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
                 direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
@@ -2200,8 +2206,9 @@ def muon_float32_no_nesterov_small_2(
 
 @triton.jit
 def muon_bfloat16_no_nesterov_2_tile(
-    g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live, live_block,
-    index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live,
+    live_block, index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2210,7 +2217,7 @@ def muon_bfloat16_no_nesterov_2_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/muon.py)
@@ -2234,7 +2241,7 @@ def muon_bfloat16_no_nesterov_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -2250,7 +2257,7 @@ def muon_bfloat16_no_nesterov_2(
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
     numel = tl.load(row + 10)
@@ -2277,8 +2284,8 @@ def muon_bfloat16_no_nesterov_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             muon_bfloat16_no_nesterov_2_tile(
-                g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live, live_block,
-                number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
+                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2286,7 +2293,7 @@ def muon_bfloat16_no_nesterov_2(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         direction_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -2296,7 +2303,7 @@ def muon_bfloat16_no_nesterov_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 muon_bfloat16_no_nesterov_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
@@ -2308,7 +2315,7 @@ def muon_bfloat16_no_nesterov_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             muon_bfloat16_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
                 direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
@@ -2374,8 +2381,9 @@ def muon_bfloat16_no_nesterov_small_2(
 
 @triton.jit
 def muon_float16_no_nesterov_2_tile(
-    g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live, live_block,
-    index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live,
+    live_block, index, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2384,7 +2392,7 @@ def muon_float16_no_nesterov_2_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/muon.py)
@@ -2408,7 +2416,7 @@ def muon_float16_no_nesterov_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -2424,7 +2432,7 @@ def muon_float16_no_nesterov_2(
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
     numel = tl.load(row + 10)
@@ -2451,8 +2459,8 @@ def muon_float16_no_nesterov_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             muon_float16_no_nesterov_2_tile(
-                g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live, live_block,
-                number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
+                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2460,7 +2468,7 @@ def muon_float16_no_nesterov_2(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         direction_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -2470,7 +2478,7 @@ def muon_float16_no_nesterov_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 muon_float16_no_nesterov_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
@@ -2482,7 +2490,7 @@ def muon_float16_no_nesterov_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             muon_float16_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
                 direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )

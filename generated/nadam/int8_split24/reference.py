@@ -24,9 +24,9 @@ from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, s
 
 
 def nadam_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t,
-    grad_lr, avg_lr, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+    one_minus_beta2_pow_t, grad_lr, avg_lr, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -45,7 +45,7 @@ def nadam_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -57,7 +57,7 @@ def nadam_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -110,9 +110,9 @@ def nadam_float32(
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -150,9 +150,10 @@ def nadam_float32_small(
 
 
 def nadam_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_minus_beta2_pow_t, grad_lr, avg_lr, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, weight_decay, grad_scale,
+    one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t, grad_lr, avg_lr, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -175,7 +176,7 @@ def nadam_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -187,7 +188,7 @@ def nadam_bfloat16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -243,9 +244,9 @@ def nadam_bfloat16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -298,9 +299,10 @@ def nadam_bfloat16_small(
 
 
 def nadam_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-    one_minus_beta2_pow_t, grad_lr, avg_lr, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, weight_decay, grad_scale,
+    one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t, grad_lr, avg_lr, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -329,7 +331,7 @@ def nadam_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -341,7 +343,7 @@ def nadam_float16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -407,9 +409,9 @@ def nadam_float16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -478,9 +480,9 @@ def nadam_float16_small(
 
 
 def nadam_float32_decoupled_weight_decay(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-    one_minus_beta2_pow_t, grad_lr, avg_lr, step_key, stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
+    one_minus_beta2, one_minus_beta2_pow_t, grad_lr, avg_lr, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -499,7 +501,7 @@ def nadam_float32_decoupled_weight_decay(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -511,7 +513,7 @@ def nadam_float32_decoupled_weight_decay(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -564,9 +566,9 @@ def nadam_float32_decoupled_weight_decay(
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -604,9 +606,10 @@ def nadam_float32_decoupled_weight_decay_small(
 
 
 def nadam_bfloat16_decoupled_weight_decay(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, one_minus_beta2_pow_t, grad_lr, avg_lr, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t, grad_lr,
+    avg_lr, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -629,7 +632,7 @@ def nadam_bfloat16_decoupled_weight_decay(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -641,7 +644,7 @@ def nadam_bfloat16_decoupled_weight_decay(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -697,9 +700,9 @@ def nadam_bfloat16_decoupled_weight_decay(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -752,9 +755,10 @@ def nadam_bfloat16_decoupled_weight_decay_small(
 
 
 def nadam_float16_decoupled_weight_decay(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1,
-    one_minus_beta2, one_minus_beta2_pow_t, grad_lr, avg_lr, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, beta1, beta2, eps, grad_scale,
+    one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, one_minus_beta2_pow_t, grad_lr,
+    avg_lr, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -783,7 +787,7 @@ def nadam_float16_decoupled_weight_decay(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -795,7 +799,7 @@ def nadam_float16_decoupled_weight_decay(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -861,9 +865,9 @@ def nadam_float16_decoupled_weight_decay(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -932,7 +936,7 @@ def nadam_float16_decoupled_weight_decay_small(
 
 
 def nadam_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -943,7 +947,7 @@ def nadam_float32_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -952,7 +956,7 @@ def nadam_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -999,9 +1003,9 @@ def nadam_float32_encode(values):
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -1033,7 +1037,7 @@ def nadam_float32_small_encode(values):
 
 
 def nadam_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1049,7 +1053,7 @@ def nadam_bfloat16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1058,7 +1062,7 @@ def nadam_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1108,9 +1112,9 @@ def nadam_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -1149,7 +1153,7 @@ def nadam_bfloat16_small_encode(values):
 
 
 def nadam_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1171,7 +1175,7 @@ def nadam_float16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1180,7 +1184,7 @@ def nadam_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1240,9 +1244,9 @@ def nadam_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 

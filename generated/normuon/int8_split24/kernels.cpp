@@ -36,9 +36,9 @@ struct normuon_float32_no_matrix {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
@@ -111,10 +111,10 @@ struct normuon_float32_no_matrix {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -178,8 +178,8 @@ struct normuon_float32_no_matrix {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -193,8 +193,8 @@ struct normuon_float32_no_matrix {
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -260,9 +260,9 @@ struct normuon_bfloat16_no_matrix {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
@@ -335,10 +335,10 @@ struct normuon_bfloat16_no_matrix {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -418,8 +418,8 @@ struct normuon_bfloat16_no_matrix {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -433,8 +433,8 @@ struct normuon_bfloat16_no_matrix {
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -526,9 +526,9 @@ struct normuon_float16_no_matrix {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];       // int16 [blocks of 64]  read and written
         const F adamw_betas_0(scalars[0]);
         const F adamw_betas_1(scalars[1]);
@@ -601,10 +601,10 @@ struct normuon_float16_no_matrix {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -702,8 +702,8 @@ struct normuon_float16_no_matrix {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -717,8 +717,8 @@ struct normuon_float16_no_matrix {
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -819,7 +819,7 @@ struct normuon_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
         {5, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
     };
@@ -834,7 +834,7 @@ struct normuon_float32_1 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[1];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[2];  // int16 [blocks of 64]  read and written
         uint16_t *__restrict direction_at = (uint16_t *)at[3];            // bfloat16 [n]  written
         const int32_t step_key = known.step_key;
@@ -882,7 +882,7 @@ struct normuon_float32_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
@@ -922,14 +922,14 @@ struct normuon_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1451,7 +1451,7 @@ struct normuon_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // momentum_buffer_scale
         {6, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
     };
@@ -1466,7 +1466,7 @@ struct normuon_bfloat16_1 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[1];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[1];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[2];  // int16 [blocks of 64]  read and written
         uint16_t *__restrict direction_at = (uint16_t *)at[3];            // bfloat16 [n]  written
         const int32_t step_key = known.step_key;
@@ -1514,7 +1514,7 @@ struct normuon_bfloat16_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
@@ -1554,14 +1554,14 @@ struct normuon_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -2095,7 +2095,7 @@ struct normuon_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction
@@ -2165,7 +2165,7 @@ struct normuon_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction
@@ -2236,7 +2236,7 @@ struct normuon_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sq
         {2, ELEMENT},  // direction

@@ -27,8 +27,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def normuon_float32_1_tile(
-    g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live, live_block,
-    index, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live,
+    live_block, index, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -37,7 +37,7 @@ def normuon_float32_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/normuon.py)
@@ -61,7 +61,7 @@ def normuon_float32_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -77,7 +77,7 @@ def normuon_float32_1(
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
     numel = tl.load(row + 18)
@@ -104,8 +104,8 @@ def normuon_float32_1(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             normuon_float32_1_tile(
-                g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live, live_block,
-                number, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
+                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
+                live_block, number, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -113,7 +113,7 @@ def normuon_float32_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         direction_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -123,7 +123,7 @@ def normuon_float32_1(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 normuon_float32_1_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
@@ -135,7 +135,7 @@ def normuon_float32_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             normuon_float32_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
                 direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
@@ -1076,8 +1076,8 @@ def normuon_float32_small_10_flat(
 
 @triton.jit
 def normuon_bfloat16_1_tile(
-    g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live, live_block,
-    index, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live,
+    live_block, index, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1086,7 +1086,7 @@ def normuon_bfloat16_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/normuon.py)
@@ -1110,7 +1110,7 @@ def normuon_bfloat16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -1126,7 +1126,7 @@ def normuon_bfloat16_1(
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
     numel = tl.load(row + 19)
@@ -1153,8 +1153,8 @@ def normuon_bfloat16_1(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             normuon_bfloat16_1_tile(
-                g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live, live_block,
-                number, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
+                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
+                live_block, number, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1162,7 +1162,7 @@ def normuon_bfloat16_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         direction_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1172,7 +1172,7 @@ def normuon_bfloat16_1(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 normuon_bfloat16_1_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
@@ -1184,7 +1184,7 @@ def normuon_bfloat16_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             normuon_bfloat16_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
                 direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
@@ -1825,8 +1825,8 @@ def normuon_bfloat16_small_10_flat(
 
 @triton.jit
 def normuon_float16_1_tile(
-    g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live, live_block,
-    index, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, at, at_block, live,
+    live_block, index, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1835,7 +1835,7 @@ def normuon_float16_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/normuon.py)
@@ -1859,7 +1859,7 @@ def normuon_float16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
@@ -1875,7 +1875,7 @@ def normuon_float16_1(
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
     numel = tl.load(row + 19)
@@ -1902,8 +1902,8 @@ def normuon_float16_1(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             normuon_float16_1_tile(
-                g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live, live_block,
-                number, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
+                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
+                live_block, number, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1911,7 +1911,7 @@ def normuon_float16_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         direction_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1921,7 +1921,7 @@ def normuon_float16_1(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 normuon_float16_1_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
@@ -1933,7 +1933,7 @@ def normuon_float16_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             normuon_float16_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
                 direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
@@ -2349,8 +2349,8 @@ def normuon_float16_small_10_flat(
 
 @triton.jit
 def normuon_float32_no_matrix_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at,
-    at_block, live, live_block, index, adamw_betas_0, adamw_betas_1,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, at, at_block, live, live_block, index, adamw_betas_0, adamw_betas_1,
     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -2361,7 +2361,7 @@ def normuon_float32_no_matrix_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2370,7 +2370,7 @@ def normuon_float32_no_matrix_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2403,7 +2403,7 @@ def normuon_float32_no_matrix_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -2419,7 +2419,7 @@ def normuon_float32_no_matrix_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -2438,9 +2438,9 @@ def normuon_float32_no_matrix(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -2466,8 +2466,8 @@ def normuon_float32_no_matrix(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             normuon_float32_no_matrix_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
             )
@@ -2478,9 +2478,9 @@ def normuon_float32_no_matrix(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2489,10 +2489,10 @@ def normuon_float32_no_matrix(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 normuon_float32_no_matrix_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -2503,8 +2503,8 @@ def normuon_float32_no_matrix(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             normuon_float32_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
@@ -2585,7 +2585,7 @@ def normuon_float32_no_matrix_small(
 
 @triton.jit
 def normuon_bfloat16_no_matrix_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
     exp_avg_sq_range_ptr, at, at_block, live, live_block, index, adamw_betas_0, adamw_betas_1,
     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
@@ -2597,7 +2597,7 @@ def normuon_bfloat16_no_matrix_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2606,7 +2606,7 @@ def normuon_bfloat16_no_matrix_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2646,7 +2646,7 @@ def normuon_bfloat16_no_matrix_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -2662,7 +2662,7 @@ def normuon_bfloat16_no_matrix_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -2682,9 +2682,9 @@ def normuon_bfloat16_no_matrix(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -2710,7 +2710,7 @@ def normuon_bfloat16_no_matrix(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             normuon_bfloat16_no_matrix_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
                 exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
@@ -2723,9 +2723,9 @@ def normuon_bfloat16_no_matrix(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2735,8 +2735,9 @@ def normuon_bfloat16_no_matrix(
             for odd in tl.static_range(2):
                 normuon_bfloat16_no_matrix_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
@@ -2748,8 +2749,8 @@ def normuon_bfloat16_no_matrix(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             normuon_bfloat16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
@@ -2868,7 +2869,7 @@ def normuon_bfloat16_no_matrix_small(
 
 @triton.jit
 def normuon_float16_no_matrix_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
     exp_avg_sq_range_ptr, at, at_block, live, live_block, index, adamw_betas_0, adamw_betas_1,
     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
@@ -2880,7 +2881,7 @@ def normuon_float16_no_matrix_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -2889,7 +2890,7 @@ def normuon_float16_no_matrix_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2945,7 +2946,7 @@ def normuon_float16_no_matrix_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -2961,7 +2962,7 @@ def normuon_float16_no_matrix_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -2981,9 +2982,9 @@ def normuon_float16_no_matrix(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -3009,7 +3010,7 @@ def normuon_float16_no_matrix(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             normuon_float16_no_matrix_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, exp_avg_sq_ptr,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
                 exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
@@ -3022,9 +3023,9 @@ def normuon_float16_no_matrix(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3034,8 +3035,9 @@ def normuon_float16_no_matrix(
             for odd in tl.static_range(2):
                 normuon_float16_no_matrix_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
@@ -3047,8 +3049,8 @@ def normuon_float16_no_matrix(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             normuon_float16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,

@@ -77,7 +77,7 @@ VARIANTS = (
         small=False,
         flags={'grad_averaging': False},
         fields=(
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
             Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
         ),
@@ -139,7 +139,7 @@ VARIANTS = (
         flags={'grad_averaging': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
             Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
         ),
@@ -202,7 +202,7 @@ VARIANTS = (
         flags={'grad_averaging': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
             Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
         ),
@@ -264,7 +264,7 @@ VARIANTS = (
         small=False,
         flags={'grad_averaging': True},
         fields=(
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
             Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
         ),
@@ -326,7 +326,7 @@ VARIANTS = (
         flags={'grad_averaging': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
             Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
         ),
@@ -389,7 +389,7 @@ VARIANTS = (
         flags={'grad_averaging': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("exp_avg", "uint8", per=1, zero=128, state="exp_avg"),
+            Field("exp_avg_codes", "uint8", per=1, zero=128, state="exp_avg"),
             Field("exp_avg_scale", "int16", per=64, zero=0, state="exp_avg"),
             Field("exp_avg_sq", "float32", per=1, zero=0, state="exp_avg_sq", space="tensor", nonneg=True),
         ),

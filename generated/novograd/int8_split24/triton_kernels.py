@@ -119,8 +119,8 @@ def novograd_float32_2(
 
 @triton.jit
 def novograd_float32_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block,
-    live, live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
+    at_block, live, live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -129,7 +129,7 @@ def novograd_float32_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p = get(p_ptr, at, live, MASKED)
@@ -160,7 +160,7 @@ def novograd_float32_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -175,7 +175,7 @@ def novograd_float32_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
@@ -202,8 +202,8 @@ def novograd_float32_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_float32_3_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block,
-                live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where,
+                block, live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -212,7 +212,7 @@ def novograd_float32_3(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -221,7 +221,7 @@ def novograd_float32_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 novograd_float32_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale,
                     minus_lr, step_key, stream_key, False,
@@ -233,7 +233,7 @@ def novograd_float32_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             novograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
             )
@@ -425,9 +425,9 @@ def novograd_bfloat16_2(
 
 @triton.jit
 def novograd_bfloat16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
-    at, at_block, live, live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, live, live_block, index, beta1, weight_decay,
+    grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -435,7 +435,7 @@ def novograd_bfloat16_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -472,7 +472,7 @@ def novograd_bfloat16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -488,7 +488,7 @@ def novograd_bfloat16_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
@@ -515,9 +515,9 @@ def novograd_bfloat16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
-                where, block, live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-                True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live, live_block, number, beta1, weight_decay,
+                grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -527,7 +527,7 @@ def novograd_bfloat16_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -537,7 +537,7 @@ def novograd_bfloat16_3(
             for odd in tl.static_range(2):
                 novograd_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
@@ -549,7 +549,7 @@ def novograd_bfloat16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             novograd_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr, step_key,
                 stream_key, True,
@@ -737,9 +737,9 @@ def novograd_float16_1(
 
 @triton.jit
 def novograd_float16_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
-    at, at_block, live, live_block, index, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, live, live_block, index, beta1, weight_decay,
+    grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -747,7 +747,7 @@ def novograd_float16_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -800,7 +800,7 @@ def novograd_float16_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -816,7 +816,7 @@ def novograd_float16_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
@@ -843,9 +843,9 @@ def novograd_float16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
-                where, block, live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-                True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live, live_block, number, beta1, weight_decay,
+                grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -855,7 +855,7 @@ def novograd_float16_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -865,7 +865,7 @@ def novograd_float16_3(
             for odd in tl.static_range(2):
                 novograd_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
@@ -877,7 +877,7 @@ def novograd_float16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             novograd_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr, step_key,
                 stream_key, True,
@@ -1036,9 +1036,9 @@ def novograd_float16_small_3(
 
 @triton.jit
 def novograd_float32_grad_averaging_3_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block,
-    live, live_block, index, beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
+    at_block, live, live_block, index, beta1, one_minus_beta1_times_grad_scale,
+    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1046,7 +1046,7 @@ def novograd_float32_grad_averaging_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p = get(p_ptr, at, live, MASKED)
@@ -1077,7 +1077,7 @@ def novograd_float32_grad_averaging_3_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1093,7 +1093,7 @@ def novograd_float32_grad_averaging_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
@@ -1120,9 +1120,9 @@ def novograd_float32_grad_averaging_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_float32_grad_averaging_3_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block,
-                live, live_block, number, beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay,
-                minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where,
+                block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
+                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1131,7 +1131,7 @@ def novograd_float32_grad_averaging_3(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1140,7 +1140,7 @@ def novograd_float32_grad_averaging_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 novograd_float32_grad_averaging_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
@@ -1153,7 +1153,7 @@ def novograd_float32_grad_averaging_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             novograd_float32_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
@@ -1226,9 +1226,10 @@ def novograd_float32_grad_averaging_small_3(
 
 @triton.jit
 def novograd_bfloat16_grad_averaging_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
-    at, at_block, live, live_block, index, beta1, one_minus_beta1_times_grad_scale,
-    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, live, live_block, index, beta1,
+    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1236,7 +1237,7 @@ def novograd_bfloat16_grad_averaging_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1273,7 +1274,7 @@ def novograd_bfloat16_grad_averaging_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1290,7 +1291,7 @@ def novograd_bfloat16_grad_averaging_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
@@ -1317,9 +1318,10 @@ def novograd_bfloat16_grad_averaging_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_bfloat16_grad_averaging_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
-                where, block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live, live_block, number, beta1,
+                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1329,7 +1331,7 @@ def novograd_bfloat16_grad_averaging_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1339,7 +1341,7 @@ def novograd_bfloat16_grad_averaging_3(
             for odd in tl.static_range(2):
                 novograd_bfloat16_grad_averaging_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
@@ -1351,7 +1353,7 @@ def novograd_bfloat16_grad_averaging_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             novograd_bfloat16_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
@@ -1463,9 +1465,10 @@ def novograd_bfloat16_grad_averaging_small_3(
 
 @triton.jit
 def novograd_float16_grad_averaging_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
-    at, at_block, live, live_block, index, beta1, one_minus_beta1_times_grad_scale,
-    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
+    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, live, live_block, index, beta1,
+    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1473,7 +1476,7 @@ def novograd_float16_grad_averaging_3_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1526,7 +1529,7 @@ def novograd_float16_grad_averaging_3_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1543,7 +1546,7 @@ def novograd_float16_grad_averaging_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
@@ -1570,9 +1573,10 @@ def novograd_float16_grad_averaging_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             novograd_float16_grad_averaging_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr,
-                where, block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live, live_block, number, beta1,
+                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1582,7 +1586,7 @@ def novograd_float16_grad_averaging_3(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1592,7 +1596,7 @@ def novograd_float16_grad_averaging_3(
             for odd in tl.static_range(2):
                 novograd_float16_grad_averaging_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
@@ -1604,7 +1608,7 @@ def novograd_float16_grad_averaging_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             novograd_float16_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
                 exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,

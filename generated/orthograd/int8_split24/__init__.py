@@ -224,7 +224,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -300,7 +300,7 @@ VARIANTS = (
         flags={'nesterov': False, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -377,7 +377,7 @@ VARIANTS = (
         flags={'nesterov': False, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -453,7 +453,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('grad_scale', 'lr', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -529,7 +529,7 @@ VARIANTS = (
         flags={'nesterov': True, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('grad_scale', 'lr', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -606,7 +606,7 @@ VARIANTS = (
         flags={'nesterov': True, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('grad_scale', 'lr', 'momentum', 'weight_decay', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),

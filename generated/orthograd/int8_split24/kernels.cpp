@@ -779,7 +779,7 @@ struct orthograd_float32_has_momentum_5 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // momentum_buffer_scale
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // stretch
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
@@ -796,7 +796,7 @@ struct orthograd_float32_has_momentum_5 {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const float *__restrict stretch_at = (const float *)at[4];        // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[5];         // float32 [tensor]  read
@@ -853,7 +853,7 @@ struct orthograd_float32_has_momentum_5 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
@@ -887,14 +887,14 @@ struct orthograd_float32_has_momentum_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1192,7 +1192,7 @@ struct orthograd_bfloat16_has_momentum_5 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {12, -1, 4, WHOLE, true, false, NONE, 5},  // stretch
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
@@ -1210,7 +1210,7 @@ struct orthograd_bfloat16_has_momentum_5 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const float *__restrict stretch_at = (const float *)at[5];        // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[6];         // float32 [tensor]  read
@@ -1270,7 +1270,7 @@ struct orthograd_bfloat16_has_momentum_5 {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
@@ -1320,14 +1320,14 @@ struct orthograd_bfloat16_has_momentum_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1596,7 +1596,7 @@ struct orthograd_float16_has_momentum_5 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {12, -1, 4, WHOLE, true, false, NONE, 5},  // stretch
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
@@ -1614,7 +1614,7 @@ struct orthograd_float16_has_momentum_5 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const float *__restrict stretch_at = (const float *)at[5];        // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[6];         // float32 [tensor]  read
@@ -1682,7 +1682,7 @@ struct orthograd_float16_has_momentum_5 {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
@@ -1728,14 +1728,14 @@ struct orthograd_float16_has_momentum_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1942,7 +1942,7 @@ struct orthograd_float32_nesterov_has_momentum_5 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // momentum_buffer_scale
         {11, -1, 4, WHOLE, true, false, NONE, 4},  // stretch
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
@@ -1959,7 +1959,7 @@ struct orthograd_float32_nesterov_has_momentum_5 {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const float *__restrict stretch_at = (const float *)at[4];        // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[5];         // float32 [tensor]  read
@@ -2017,7 +2017,7 @@ struct orthograd_float32_nesterov_has_momentum_5 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F tangent = fma(-radial, p, g_2);                 // 24  tangent = g - radial * p
@@ -2053,14 +2053,14 @@ struct orthograd_float32_nesterov_has_momentum_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -2129,7 +2129,7 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {12, -1, 4, WHOLE, true, false, NONE, 5},  // stretch
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
@@ -2147,7 +2147,7 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const float *__restrict stretch_at = (const float *)at[5];        // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[6];         // float32 [tensor]  read
@@ -2208,7 +2208,7 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F tangent = fma(-radial, p, g);                             // 24  tangent = g - radial * p
@@ -2246,14 +2246,14 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -2350,7 +2350,7 @@ struct orthograd_float16_nesterov_has_momentum_5 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {12, -1, 4, WHOLE, true, false, NONE, 5},  // stretch
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
@@ -2368,7 +2368,7 @@ struct orthograd_float16_nesterov_has_momentum_5 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const float *__restrict stretch_at = (const float *)at[5];        // float32 [tensor]  read
         const float *__restrict radial_at = (const float *)at[6];         // float32 [tensor]  read
@@ -2437,7 +2437,7 @@ struct orthograd_float16_nesterov_has_momentum_5 {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F tangent = fma(-radial, p, g);                   // 24  tangent = g - radial * p
@@ -2485,14 +2485,14 @@ struct orthograd_float16_nesterov_has_momentum_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -2696,7 +2696,7 @@ struct orthograd_float32_has_momentum {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
@@ -2760,7 +2760,7 @@ struct orthograd_bfloat16_has_momentum {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
@@ -2825,7 +2825,7 @@ struct orthograd_float16_has_momentum {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
@@ -2889,7 +2889,7 @@ struct orthograd_float32_nesterov_has_momentum {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
@@ -2953,7 +2953,7 @@ struct orthograd_bfloat16_nesterov_has_momentum {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial
@@ -3018,7 +3018,7 @@ struct orthograd_float16_nesterov_has_momentum {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, WHOLE},  // tensor_sum_for_g_norm
         {4, WHOLE},  // tensor_sum_for_radial

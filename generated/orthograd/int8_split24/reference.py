@@ -296,8 +296,9 @@ def orthograd_float16(
 
 
 def orthograd_float32_has_momentum(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, grad_scale, lr, weight_decay,
-    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, step_key, stream_key, place=None,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, grad_scale, lr,
+    weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -361,7 +362,7 @@ def orthograd_float32_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -395,7 +396,7 @@ def orthograd_float32_has_momentum(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -477,9 +478,9 @@ def orthograd_float32_has_momentum_small(
 
 
 def orthograd_bfloat16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, grad_scale,
-    lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    grad_scale, lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+    step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -555,7 +556,7 @@ def orthograd_bfloat16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -592,7 +593,7 @@ def orthograd_bfloat16_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -697,9 +698,9 @@ def orthograd_bfloat16_has_momentum_small(
 
 
 def orthograd_float16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, grad_scale,
-    lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    grad_scale, lr, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+    step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -793,7 +794,7 @@ def orthograd_float16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -840,7 +841,7 @@ def orthograd_float16_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -973,7 +974,7 @@ def orthograd_float16_has_momentum_small(
 
 
 def orthograd_float32_nesterov_has_momentum(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, grad_scale, lr, momentum,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, grad_scale, lr, momentum,
     weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, step_key, stream_key,
     place=None,
 ):
@@ -1046,7 +1047,7 @@ def orthograd_float32_nesterov_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1078,7 +1079,7 @@ def orthograd_float32_nesterov_has_momentum(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1165,9 +1166,9 @@ def orthograd_float32_nesterov_has_momentum_small(
 
 
 def orthograd_bfloat16_nesterov_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, grad_scale,
-    lr, momentum, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    grad_scale, lr, momentum, weight_decay, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -1250,7 +1251,7 @@ def orthograd_bfloat16_nesterov_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1285,7 +1286,7 @@ def orthograd_bfloat16_nesterov_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1395,9 +1396,9 @@ def orthograd_bfloat16_nesterov_has_momentum_small(
 
 
 def orthograd_float16_nesterov_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, grad_scale,
-    lr, momentum, weight_decay, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    grad_scale, lr, momentum, weight_decay, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -1498,7 +1499,7 @@ def orthograd_float16_nesterov_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1543,7 +1544,7 @@ def orthograd_float16_nesterov_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1764,7 +1765,7 @@ def orthograd_float16_encode(values):
     }
 
 
-def orthograd_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def orthograd_float32_has_momentum_decode(p_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -1772,7 +1773,7 @@ def orthograd_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, mome
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1798,7 +1799,7 @@ def orthograd_float32_has_momentum_encode(values):
     momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -1826,7 +1827,7 @@ def orthograd_float32_has_momentum_small_encode(values):
 
 
 def orthograd_bfloat16_has_momentum_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1839,7 +1840,7 @@ def orthograd_bfloat16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1868,7 +1869,7 @@ def orthograd_bfloat16_has_momentum_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -1903,7 +1904,7 @@ def orthograd_bfloat16_has_momentum_small_encode(values):
 
 
 def orthograd_float16_has_momentum_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1922,7 +1923,7 @@ def orthograd_float16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1961,7 +1962,7 @@ def orthograd_float16_has_momentum_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 

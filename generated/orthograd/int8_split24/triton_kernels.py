@@ -970,8 +970,8 @@ def orthograd_float32_has_momentum_4(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def orthograd_float32_has_momentum_5_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, at, at_block,
-    live, live_block, index, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, at,
+    at_block, live, live_block, index, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
     where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -985,7 +985,7 @@ def orthograd_float32_has_momentum_5_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/orthograd.py)
@@ -1013,7 +1013,7 @@ def orthograd_float32_has_momentum_5_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1029,7 +1029,7 @@ def orthograd_float32_has_momentum_5(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     stretch_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [1]  read
     radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
@@ -1057,8 +1057,8 @@ def orthograd_float32_has_momentum_5(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             orthograd_float32_has_momentum_5_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, where, block,
-                live, live_block, number, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, where,
+                block, live, live_block, number, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -1068,7 +1068,7 @@ def orthograd_float32_has_momentum_5(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1077,7 +1077,7 @@ def orthograd_float32_has_momentum_5(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 orthograd_float32_has_momentum_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
                     at, at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
@@ -1090,7 +1090,7 @@ def orthograd_float32_has_momentum_5(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             orthograd_float32_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
@@ -1411,9 +1411,10 @@ def orthograd_bfloat16_has_momentum_4(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def orthograd_bfloat16_has_momentum_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr,
-    at, at_block, live, live_block, index, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
+    radial_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1429,7 +1430,7 @@ def orthograd_bfloat16_has_momentum_5_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/orthograd.py)
@@ -1460,7 +1461,7 @@ def orthograd_bfloat16_has_momentum_5_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1477,7 +1478,7 @@ def orthograd_bfloat16_has_momentum_5(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     stretch_ptr = pointer(row + 12, tl.float32, ALIGNED)              # float32 [1]  read
     radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
@@ -1505,9 +1506,10 @@ def orthograd_bfloat16_has_momentum_5(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             orthograd_bfloat16_has_momentum_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr,
-                where, block, live, live_block, number, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
+                radial_ptr, where, block, live, live_block, number, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1517,7 +1519,7 @@ def orthograd_bfloat16_has_momentum_5(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1527,10 +1529,11 @@ def orthograd_bfloat16_has_momentum_5(
             for odd in tl.static_range(2):
                 orthograd_bfloat16_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                    step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
+                    at, at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1539,7 +1542,7 @@ def orthograd_bfloat16_has_momentum_5(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             orthograd_bfloat16_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
@@ -1862,9 +1865,10 @@ def orthograd_float16_has_momentum_3(
 
 @triton.jit
 def orthograd_float16_has_momentum_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr,
-    at, at_block, live, live_block, index, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
+    radial_ptr, at, at_block, live, live_block, index, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1887,7 +1891,7 @@ def orthograd_float16_has_momentum_5_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/orthograd.py)
@@ -1927,7 +1931,7 @@ def orthograd_float16_has_momentum_5_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1944,7 +1948,7 @@ def orthograd_float16_has_momentum_5(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     stretch_ptr = pointer(row + 12, tl.float32, ALIGNED)              # float32 [1]  read
     radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
@@ -1972,9 +1976,10 @@ def orthograd_float16_has_momentum_5(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             orthograd_float16_has_momentum_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr,
-                where, block, live, live_block, number, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
+                radial_ptr, where, block, live, live_block, number, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1984,7 +1989,7 @@ def orthograd_float16_has_momentum_5(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1994,10 +1999,11 @@ def orthograd_float16_has_momentum_5(
             for odd in tl.static_range(2):
                 orthograd_float16_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                    step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
+                    at, at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2006,7 +2012,7 @@ def orthograd_float16_has_momentum_5(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             orthograd_float16_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
@@ -2244,8 +2250,8 @@ def orthograd_float16_has_momentum_small_5(
 
 @triton.jit
 def orthograd_float32_nesterov_has_momentum_5_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, at, at_block,
-    live, live_block, index, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, at,
+    at_block, live, live_block, index, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
     where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2259,7 +2265,7 @@ def orthograd_float32_nesterov_has_momentum_5_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/orthograd.py)
@@ -2289,7 +2295,7 @@ def orthograd_float32_nesterov_has_momentum_5_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2305,7 +2311,7 @@ def orthograd_float32_nesterov_has_momentum_5(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     stretch_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [1]  read
     radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
@@ -2333,8 +2339,8 @@ def orthograd_float32_nesterov_has_momentum_5(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             orthograd_float32_nesterov_has_momentum_5_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, where, block,
-                live, live_block, number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, where,
+                block, live, live_block, number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -2344,7 +2350,7 @@ def orthograd_float32_nesterov_has_momentum_5(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2353,7 +2359,7 @@ def orthograd_float32_nesterov_has_momentum_5(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 orthograd_float32_nesterov_has_momentum_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
                     at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
@@ -2366,7 +2372,7 @@ def orthograd_float32_nesterov_has_momentum_5(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             orthograd_float32_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
@@ -2450,9 +2456,10 @@ def orthograd_float32_nesterov_has_momentum_small_5(
 
 @triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr,
-    at, at_block, live, live_block, index, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
+    radial_ptr, at, at_block, live, live_block, index, momentum, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2468,7 +2475,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/orthograd.py)
@@ -2501,7 +2508,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2518,7 +2525,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     stretch_ptr = pointer(row + 12, tl.float32, ALIGNED)              # float32 [1]  read
     radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
@@ -2546,9 +2553,10 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             orthograd_bfloat16_nesterov_has_momentum_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr,
-                where, block, live, live_block, number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
+                radial_ptr, where, block, live, live_block, number, momentum, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2558,7 +2566,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2568,10 +2576,11 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
             for odd in tl.static_range(2):
                 orthograd_bfloat16_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                    step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
+                    at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2580,7 +2589,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             orthograd_bfloat16_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
@@ -2702,9 +2711,10 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
 
 @triton.jit
 def orthograd_float16_nesterov_has_momentum_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr,
-    at, at_block, live, live_block, index, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
+    radial_ptr, at, at_block, live, live_block, index, momentum, weight_decay, grad_scale,
+    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2727,7 +2737,7 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/orthograd.py)
@@ -2769,7 +2779,7 @@ def orthograd_float16_nesterov_has_momentum_5_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2786,7 +2796,7 @@ def orthograd_float16_nesterov_has_momentum_5(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     stretch_ptr = pointer(row + 12, tl.float32, ALIGNED)              # float32 [1]  read
     radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
@@ -2814,9 +2824,10 @@ def orthograd_float16_nesterov_has_momentum_5(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             orthograd_float16_nesterov_has_momentum_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr,
-                where, block, live, live_block, number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
+                radial_ptr, where, block, live, live_block, number, momentum, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2826,7 +2837,7 @@ def orthograd_float16_nesterov_has_momentum_5(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2836,10 +2847,11 @@ def orthograd_float16_nesterov_has_momentum_5(
             for odd in tl.static_range(2):
                 orthograd_float16_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                    step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
+                    at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2848,7 +2860,7 @@ def orthograd_float16_nesterov_has_momentum_5(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             orthograd_float16_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
                 live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,

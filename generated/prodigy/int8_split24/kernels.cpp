@@ -86,11 +86,11 @@ struct prodigy_float32_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
+        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
@@ -111,11 +111,11 @@ struct prodigy_float32_2 {
         const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];          // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];                // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
@@ -213,7 +213,7 @@ struct prodigy_float32_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -230,15 +230,15 @@ struct prodigy_float32_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -317,8 +317,8 @@ struct prodigy_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
@@ -337,9 +337,9 @@ struct prodigy_float32_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -446,9 +446,9 @@ struct prodigy_float32_5 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {13, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
         {12, -1, 4, WHOLE, true, false, NONE, 6},  // rate
@@ -458,9 +458,9 @@ struct prodigy_float32_5 {
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                                 // float32 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[1];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         // float32 [model]  read
         const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
@@ -493,17 +493,17 @@ struct prodigy_float32_5 {
         // -- elements: decode, update  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -854,7 +854,7 @@ struct prodigy_bfloat16_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
@@ -874,7 +874,7 @@ struct prodigy_bfloat16_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
@@ -931,7 +931,7 @@ struct prodigy_bfloat16_2 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -968,7 +968,7 @@ struct prodigy_bfloat16_2 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -976,7 +976,7 @@ struct prodigy_bfloat16_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -1087,9 +1087,9 @@ struct prodigy_bfloat16_5 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
         {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
@@ -1110,9 +1110,9 @@ struct prodigy_bfloat16_5 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
         const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
         // float32 [model]  read
@@ -1212,10 +1212,10 @@ struct prodigy_bfloat16_5 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1290,8 +1290,8 @@ struct prodigy_bfloat16_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1305,8 +1305,8 @@ struct prodigy_bfloat16_5 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -1661,7 +1661,7 @@ struct prodigy_float16_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
@@ -1681,7 +1681,7 @@ struct prodigy_float16_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
@@ -1738,7 +1738,7 @@ struct prodigy_float16_2 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -1783,7 +1783,7 @@ struct prodigy_float16_2 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1791,7 +1791,7 @@ struct prodigy_float16_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -1808,9 +1808,9 @@ struct prodigy_float16_5 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
         {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
@@ -1831,9 +1831,9 @@ struct prodigy_float16_5 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
         const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
         // float32 [model]  read
@@ -1933,10 +1933,10 @@ struct prodigy_float16_5 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2028,8 +2028,8 @@ struct prodigy_float16_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2043,8 +2043,8 @@ struct prodigy_float16_5 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -2280,11 +2280,11 @@ struct prodigy_float32_safeguard_warmup_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
+        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
@@ -2305,11 +2305,11 @@ struct prodigy_float32_safeguard_warmup_2 {
         const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];          // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];                // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
@@ -2407,7 +2407,7 @@ struct prodigy_float32_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2424,15 +2424,15 @@ struct prodigy_float32_safeguard_warmup_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -2511,8 +2511,8 @@ struct prodigy_float32_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
@@ -2531,9 +2531,9 @@ struct prodigy_float32_safeguard_warmup_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -2759,7 +2759,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
@@ -2779,7 +2779,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
@@ -2837,7 +2837,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -2874,7 +2874,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2882,7 +2882,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -2899,9 +2899,9 @@ struct prodigy_bfloat16_safeguard_warmup_5 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
         {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
@@ -2922,9 +2922,9 @@ struct prodigy_bfloat16_safeguard_warmup_5 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
         const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
         // float32 [model]  read
@@ -3024,10 +3024,10 @@ struct prodigy_bfloat16_safeguard_warmup_5 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3102,8 +3102,8 @@ struct prodigy_bfloat16_safeguard_warmup_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -3117,8 +3117,8 @@ struct prodigy_bfloat16_safeguard_warmup_5 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -3331,7 +3331,7 @@ struct prodigy_float16_safeguard_warmup_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
@@ -3351,7 +3351,7 @@ struct prodigy_float16_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
@@ -3409,7 +3409,7 @@ struct prodigy_float16_safeguard_warmup_2 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -3454,7 +3454,7 @@ struct prodigy_float16_safeguard_warmup_2 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3462,7 +3462,7 @@ struct prodigy_float16_safeguard_warmup_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -3479,9 +3479,9 @@ struct prodigy_float16_safeguard_warmup_5 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {10, -1, 4, WHOLE, true, false, NONE, 7},  // d
         {15, -1, 4, WHOLE, true, false, NONE, 8},  // one_minus_rate_times_weight_decay
@@ -3502,9 +3502,9 @@ struct prodigy_float16_safeguard_warmup_5 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];              // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];           // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];           // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];        // int16 [blocks of 64]  read and written
         const float *__restrict d_at = (const float *)at[7];               // float32 [model]  read
         // float32 [model]  read
@@ -3604,10 +3604,10 @@ struct prodigy_float16_safeguard_warmup_5 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3699,8 +3699,8 @@ struct prodigy_float16_safeguard_warmup_5 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -3714,8 +3714,8 @@ struct prodigy_float16_safeguard_warmup_5 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -3951,11 +3951,11 @@ struct prodigy_float32_use_bias_correction_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
+        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
@@ -3976,11 +3976,11 @@ struct prodigy_float32_use_bias_correction_2 {
         const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];          // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];                // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
@@ -4078,7 +4078,7 @@ struct prodigy_float32_use_bias_correction_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -4095,15 +4095,15 @@ struct prodigy_float32_use_bias_correction_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -4182,8 +4182,8 @@ struct prodigy_float32_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
@@ -4202,9 +4202,9 @@ struct prodigy_float32_use_bias_correction_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -4481,7 +4481,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
@@ -4501,7 +4501,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
@@ -4558,7 +4558,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -4595,7 +4595,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -4603,7 +4603,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -4841,7 +4841,7 @@ struct prodigy_float16_use_bias_correction_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
@@ -4861,7 +4861,7 @@ struct prodigy_float16_use_bias_correction_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
-        uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
@@ -4918,7 +4918,7 @@ struct prodigy_float16_use_bias_correction_2 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -4963,7 +4963,7 @@ struct prodigy_float16_use_bias_correction_2 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -4971,7 +4971,7 @@ struct prodigy_float16_use_bias_correction_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -5095,11 +5095,11 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
+        {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s_codes
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
         {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
@@ -5120,11 +5120,11 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];                // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];          // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];          // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];             // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];       // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[6];                // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
@@ -5222,7 +5222,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -5239,15 +5239,15 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 const I word_3 = spread(word_3_kept, i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -5326,8 +5326,8 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
@@ -5346,9 +5346,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -5508,7 +5508,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
@@ -5528,7 +5528,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
@@ -5586,7 +5586,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -5623,7 +5623,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -5631,7 +5631,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -5749,7 +5749,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
+        {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s_codes
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
         {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
@@ -5769,7 +5769,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
+        uint8_t *__restrict s_codes_at = (uint8_t *)at[3];                 // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
         const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
@@ -5827,7 +5827,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 s_code = raw(s_at + i);
+                const U8 s_code = raw(s_codes_at + i);
                 const F s_code_2 = counter(s_code) - 8388736.0f;
                 const F s_bend = abs(s_code_2);
                 const F p0 = load(p0_at + i);
@@ -5872,7 +5872,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_codes_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F s_divisor_mul(s_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -5880,7 +5880,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
-                store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
+                store(s_codes_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
     }
@@ -5957,11 +5957,11 @@ struct prodigy_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6037,11 +6037,11 @@ struct prodigy_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6120,11 +6120,11 @@ struct prodigy_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6202,11 +6202,11 @@ struct prodigy_float32_safeguard_warmup {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6282,11 +6282,11 @@ struct prodigy_bfloat16_safeguard_warmup {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6365,11 +6365,11 @@ struct prodigy_float16_safeguard_warmup {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6447,11 +6447,11 @@ struct prodigy_float32_use_bias_correction {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6527,11 +6527,11 @@ struct prodigy_bfloat16_use_bias_correction {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6610,11 +6610,11 @@ struct prodigy_float16_use_bias_correction {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6692,11 +6692,11 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6772,11 +6772,11 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d
@@ -6855,11 +6855,11 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {1, ELEMENT},  // s
+        {1, ELEMENT},  // s_codes
         {2, BLOCK_OF},  // s_scale
         {4, ELEMENT},  // p0
         {4, WHOLE},  // d

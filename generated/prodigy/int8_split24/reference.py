@@ -35,10 +35,10 @@ from optgen.runtime.eager import (
 
 
 def prodigy_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor, lr, weight_decay, d0,
-    gain1, grad_scale, moves, keep1, keep2, gain2, keep3, eps, d_coef, growth_rate, beta3, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor,
+    d_numerator_tensor, lr, weight_decay, d0, gain1, grad_scale, moves, keep1, keep2, gain2, keep3, eps,
+    d_coef, growth_rate, beta3, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -70,7 +70,7 @@ def prodigy_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -85,7 +85,7 @@ def prodigy_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -95,7 +95,7 @@ def prodigy_float32(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -166,11 +166,11 @@ def prodigy_float32(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -217,7 +217,7 @@ def prodigy_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -229,7 +229,7 @@ def prodigy_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -359,10 +359,10 @@ def prodigy_float32_small(
 
 
 def prodigy_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor,
-    lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-    gain2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor,
+    d_max_tensor, d_numerator_tensor, lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef,
+    growth_rate, beta3, keep1, keep2, gain2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -394,7 +394,7 @@ def prodigy_bfloat16(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -432,7 +432,7 @@ def prodigy_bfloat16(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -483,7 +483,7 @@ def prodigy_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -498,7 +498,7 @@ def prodigy_bfloat16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -564,9 +564,9 @@ def prodigy_bfloat16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == model: values of the model
@@ -710,10 +710,10 @@ def prodigy_bfloat16_small(
 
 
 def prodigy_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor,
-    lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-    gain2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor,
+    d_max_tensor, d_numerator_tensor, lr, weight_decay, d0, gain1, grad_scale, moves, keep3, eps, d_coef,
+    growth_rate, beta3, keep1, keep2, gain2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -745,7 +745,7 @@ def prodigy_float16(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -789,7 +789,7 @@ def prodigy_float16(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -846,7 +846,7 @@ def prodigy_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -861,7 +861,7 @@ def prodigy_float16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -937,9 +937,9 @@ def prodigy_float16(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == model: values of the model
@@ -1105,10 +1105,10 @@ def prodigy_float16_small(
 
 
 def prodigy_float32_safeguard_warmup(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor, lr, weight_decay, d0,
-    gain1, moves, grad_scale, keep1, keep2, gain2, keep3, eps, d_coef, growth_rate, beta3, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor,
+    d_numerator_tensor, lr, weight_decay, d0, gain1, moves, grad_scale, keep1, keep2, gain2, keep3, eps,
+    d_coef, growth_rate, beta3, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -1140,7 +1140,7 @@ def prodigy_float32_safeguard_warmup(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1155,7 +1155,7 @@ def prodigy_float32_safeguard_warmup(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1165,7 +1165,7 @@ def prodigy_float32_safeguard_warmup(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1236,11 +1236,11 @@ def prodigy_float32_safeguard_warmup(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -1287,7 +1287,7 @@ def prodigy_float32_safeguard_warmup(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1299,7 +1299,7 @@ def prodigy_float32_safeguard_warmup(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1429,10 +1429,10 @@ def prodigy_float32_safeguard_warmup_small(
 
 
 def prodigy_bfloat16_safeguard_warmup(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor,
-    lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-    gain2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor,
+    d_max_tensor, d_numerator_tensor, lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef,
+    growth_rate, beta3, keep1, keep2, gain2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -1464,7 +1464,7 @@ def prodigy_bfloat16_safeguard_warmup(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1502,7 +1502,7 @@ def prodigy_bfloat16_safeguard_warmup(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -1553,7 +1553,7 @@ def prodigy_bfloat16_safeguard_warmup(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1568,7 +1568,7 @@ def prodigy_bfloat16_safeguard_warmup(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1634,9 +1634,9 @@ def prodigy_bfloat16_safeguard_warmup(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == model: values of the model
@@ -1780,10 +1780,10 @@ def prodigy_bfloat16_safeguard_warmup_small(
 
 
 def prodigy_float16_safeguard_warmup(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor,
-    lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-    gain2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor,
+    d_max_tensor, d_numerator_tensor, lr, weight_decay, d0, gain1, moves, grad_scale, keep3, eps, d_coef,
+    growth_rate, beta3, keep1, keep2, gain2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -1815,7 +1815,7 @@ def prodigy_float16_safeguard_warmup(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -1859,7 +1859,7 @@ def prodigy_float16_safeguard_warmup(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -1916,7 +1916,7 @@ def prodigy_float16_safeguard_warmup(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -1931,7 +1931,7 @@ def prodigy_float16_safeguard_warmup(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2007,9 +2007,9 @@ def prodigy_float16_safeguard_warmup(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == model: values of the model
@@ -2175,10 +2175,10 @@ def prodigy_float16_safeguard_warmup_small(
 
 
 def prodigy_float32_use_bias_correction(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor, weight_decay, d0, own,
-    gain1, grad_scale, moves, keep1, keep2, gain2, keep3, eps, d_coef, growth_rate, beta3, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor,
+    d_numerator_tensor, weight_decay, d0, own, gain1, grad_scale, moves, keep1, keep2, gain2, keep3, eps,
+    d_coef, growth_rate, beta3, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -2210,7 +2210,7 @@ def prodigy_float32_use_bias_correction(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -2225,7 +2225,7 @@ def prodigy_float32_use_bias_correction(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2235,7 +2235,7 @@ def prodigy_float32_use_bias_correction(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -2306,11 +2306,11 @@ def prodigy_float32_use_bias_correction(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -2357,7 +2357,7 @@ def prodigy_float32_use_bias_correction(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -2369,7 +2369,7 @@ def prodigy_float32_use_bias_correction(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2499,10 +2499,10 @@ def prodigy_float32_use_bias_correction_small(
 
 
 def prodigy_bfloat16_use_bias_correction(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor,
-    weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-    gain2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor,
+    d_max_tensor, d_numerator_tensor, weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef,
+    growth_rate, beta3, keep1, keep2, gain2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -2534,7 +2534,7 @@ def prodigy_bfloat16_use_bias_correction(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -2572,7 +2572,7 @@ def prodigy_bfloat16_use_bias_correction(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -2623,7 +2623,7 @@ def prodigy_bfloat16_use_bias_correction(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -2638,7 +2638,7 @@ def prodigy_bfloat16_use_bias_correction(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2704,9 +2704,9 @@ def prodigy_bfloat16_use_bias_correction(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == model: values of the model
@@ -2850,10 +2850,10 @@ def prodigy_bfloat16_use_bias_correction_small(
 
 
 def prodigy_float16_use_bias_correction(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor,
-    weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-    gain2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor,
+    d_max_tensor, d_numerator_tensor, weight_decay, d0, own, gain1, grad_scale, moves, keep3, eps, d_coef,
+    growth_rate, beta3, keep1, keep2, gain2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -2885,7 +2885,7 @@ def prodigy_float16_use_bias_correction(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -2929,7 +2929,7 @@ def prodigy_float16_use_bias_correction(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -2986,7 +2986,7 @@ def prodigy_float16_use_bias_correction(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -3001,7 +3001,7 @@ def prodigy_float16_use_bias_correction(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3077,9 +3077,9 @@ def prodigy_float16_use_bias_correction(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == model: values of the model
@@ -3245,10 +3245,10 @@ def prodigy_float16_use_bias_correction_small(
 
 
 def prodigy_float32_use_bias_correction_safeguard_warmup(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor, weight_decay, d0, own,
-    gain1, moves, grad_scale, keep1, keep2, gain2, keep3, eps, d_coef, growth_rate, beta3, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor,
+    d_numerator_tensor, weight_decay, d0, own, gain1, moves, grad_scale, keep1, keep2, gain2, keep3, eps,
+    d_coef, growth_rate, beta3, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -3280,7 +3280,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -3295,7 +3295,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3305,7 +3305,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -3376,11 +3376,11 @@ def prodigy_float32_use_bias_correction_safeguard_warmup(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -3427,7 +3427,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -3439,7 +3439,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3569,10 +3569,10 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small(
 
 
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor,
-    weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-    gain2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor,
+    d_max_tensor, d_numerator_tensor, weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef,
+    growth_rate, beta3, keep1, keep2, gain2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -3604,7 +3604,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -3642,7 +3642,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -3693,7 +3693,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -3708,7 +3708,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3774,9 +3774,9 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == model: values of the model
@@ -3920,10 +3920,10 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small(
 
 
 def prodigy_float16_use_bias_correction_safeguard_warmup(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor, d_tensor, d_max_tensor, d_numerator_tensor,
-    weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef, growth_rate, beta3, keep1, keep2,
-    gain2, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor, d_tensor,
+    d_max_tensor, d_numerator_tensor, weight_decay, d0, own, gain1, moves, grad_scale, keep3, eps, d_coef,
+    growth_rate, beta3, keep1, keep2, gain2, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 1, place)
@@ -3955,7 +3955,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -3999,7 +3999,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup(
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s_abs)
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
-    b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(s_codes_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
 
     # == tensor: values of tensors
@@ -4056,7 +4056,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -4071,7 +4071,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4147,9 +4147,9 @@ def prodigy_float16_use_bias_correction_safeguard_warmup(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == model: values of the model
@@ -4315,8 +4315,8 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small(
 
 
 def prodigy_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, s_tensor,
-    s_scale_tensor, p0_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
+    s_codes_tensor, s_scale_tensor, p0_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -4325,7 +4325,7 @@ def prodigy_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -4337,7 +4337,7 @@ def prodigy_float32_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4346,7 +4346,7 @@ def prodigy_float32_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -4399,11 +4399,11 @@ def prodigy_float32_encode(values):
     s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
         "p0": b.flat(in_p0),
     }
@@ -4444,8 +4444,8 @@ def prodigy_float32_small_encode(values):
 
 
 def prodigy_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -4458,7 +4458,7 @@ def prodigy_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -4470,7 +4470,7 @@ def prodigy_bfloat16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4479,7 +4479,7 @@ def prodigy_bfloat16_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -4535,11 +4535,11 @@ def prodigy_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
         "p0": b.flat(in_p0),
     }
@@ -4589,8 +4589,8 @@ def prodigy_bfloat16_small_encode(values):
 
 
 def prodigy_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, s_tensor, s_scale_tensor, p0_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, s_codes_tensor, s_scale_tensor, p0_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -4609,7 +4609,7 @@ def prodigy_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -4621,7 +4621,7 @@ def prodigy_float16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4630,7 +4630,7 @@ def prodigy_float16_decode(
     scale_bits = s_scale.to(torch.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
-    s_code = b.elements(s_tensor)
+    s_code = b.elements(s_codes_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
     s_code = s_code - 128.0
@@ -4696,11 +4696,11 @@ def prodigy_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
-        "s": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "s_codes": b.flat((s_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "s_scale": b.flat_per_block((s_up >> 15).to(torch.int16)),
         "p0": b.flat(in_p0),
     }

@@ -92,10 +92,10 @@ def prodigy_float32_1(
 
 @triton.jit
 def prodigy_float32_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, live,
-    live_block, index, lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr,
+    at, at_block, live, live_block, index, lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -106,7 +106,7 @@ def prodigy_float32_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     d = tl.load(d_ptr)
@@ -116,7 +116,7 @@ def prodigy_float32_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -126,7 +126,7 @@ def prodigy_float32_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -160,7 +160,7 @@ def prodigy_float32_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -176,7 +176,7 @@ def prodigy_float32_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -194,7 +194,7 @@ def prodigy_float32_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -210,11 +210,11 @@ def prodigy_float32_2(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
@@ -250,9 +250,10 @@ def prodigy_float32_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, where, block, live,
-                live_block, number, lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr,
+                where, block, live, live_block, number, lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
+                stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -263,11 +264,11 @@ def prodigy_float32_2(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -277,9 +278,9 @@ def prodigy_float32_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
@@ -294,8 +295,8 @@ def prodigy_float32_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
                 one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
                 lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key, True,
@@ -415,7 +416,7 @@ def prodigy_float32_4(
 
 @triton.jit
 def prodigy_float32_5_tile(
-    p_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
     one_minus_rate_times_weight_decay_ptr, rate_ptr, d_2_times_eps_ptr, at, at_block, live, live_block,
     MASKED: tl.constexpr,
 ):
@@ -426,7 +427,7 @@ def prodigy_float32_5_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     rate = tl.load(rate_ptr)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -435,7 +436,7 @@ def prodigy_float32_5_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -461,9 +462,9 @@ def prodigy_float32_5(
     row = table + 36 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
     rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
@@ -487,7 +488,7 @@ def prodigy_float32_5(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             prodigy_float32_5_tile(
-                p_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, d_2_times_eps_ptr, where, block, live, live_block, True,
             )
     else:
@@ -496,17 +497,17 @@ def prodigy_float32_5(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 prodigy_float32_5_tile(
-                    p_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, d_2_times_eps_ptr, at, at_block, at, at_block, False,
                 )
@@ -517,8 +518,8 @@ def prodigy_float32_5(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             prodigy_float32_5_tile(
-                p_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                p_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
                 True,
             )
@@ -877,8 +878,8 @@ def prodigy_bfloat16_1(
 
 @triton.jit
 def prodigy_bfloat16_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block, live,
-    live_block, index, lr, grad_scale, moves, keep3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block,
+    live, live_block, index, lr, grad_scale, moves, keep3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -889,7 +890,7 @@ def prodigy_bfloat16_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -919,7 +920,7 @@ def prodigy_bfloat16_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -936,7 +937,7 @@ def prodigy_bfloat16_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -970,8 +971,8 @@ def prodigy_bfloat16_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
-                live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block,
+                live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -983,7 +984,7 @@ def prodigy_bfloat16_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -994,7 +995,7 @@ def prodigy_bfloat16_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
                 )
@@ -1007,7 +1008,7 @@ def prodigy_bfloat16_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key, stream_key,
                 True,
@@ -1064,10 +1065,10 @@ def prodigy_bfloat16_4(
 
 @triton.jit
 def prodigy_bfloat16_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-    d_2_times_eps_ptr, at, at_block, live, live_block, index, grad_scale, moves, keep1, gain2, keep2,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at_block, live, live_block, index,
+    grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1079,7 +1080,7 @@ def prodigy_bfloat16_5_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     d = tl.load(d_ptr)
@@ -1089,7 +1090,7 @@ def prodigy_bfloat16_5_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1141,7 +1142,7 @@ def prodigy_bfloat16_5_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -1157,7 +1158,7 @@ def prodigy_bfloat16_5_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1175,9 +1176,9 @@ def prodigy_bfloat16_5(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
     one_minus_rate_times_weight_decay_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1208,10 +1209,10 @@ def prodigy_bfloat16_5(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_bfloat16_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, where, block, live, live_block, number, grad_scale, moves, keep1, gain2, keep2,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, block, live, live_block, number,
+                grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1221,9 +1222,9 @@ def prodigy_bfloat16_5(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1233,9 +1234,9 @@ def prodigy_bfloat16_5(
             for odd in tl.static_range(2):
                 prodigy_bfloat16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
                     d_2_times_eps_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
                     moves, keep1, gain2, keep2, step_key, stream_key, False,
                 )
@@ -1246,8 +1247,8 @@ def prodigy_bfloat16_5(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             prodigy_bfloat16_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                 rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
                 numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
@@ -1556,8 +1557,8 @@ def prodigy_bfloat16_small_6(table, work, LANES: tl.constexpr):
 
 @triton.jit
 def prodigy_float16_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block, live,
-    live_block, index, lr, grad_scale, moves, keep3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block,
+    live, live_block, index, lr, grad_scale, moves, keep3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1568,7 +1569,7 @@ def prodigy_float16_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -1605,7 +1606,7 @@ def prodigy_float16_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -1622,7 +1623,7 @@ def prodigy_float16_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -1656,8 +1657,8 @@ def prodigy_float16_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
-                live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block,
+                live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -1669,7 +1670,7 @@ def prodigy_float16_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -1680,7 +1681,7 @@ def prodigy_float16_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
                 )
@@ -1693,7 +1694,7 @@ def prodigy_float16_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key, stream_key,
                 True,
@@ -1706,10 +1707,10 @@ def prodigy_float16_2(
 
 @triton.jit
 def prodigy_float16_5_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-    d_2_times_eps_ptr, at, at_block, live, live_block, index, grad_scale, moves, keep1, gain2, keep2,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+    exp_avg_sq_range_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+    one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at_block, live, live_block, index,
+    grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1721,7 +1722,7 @@ def prodigy_float16_5_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     d = tl.load(d_ptr)
@@ -1731,7 +1732,7 @@ def prodigy_float16_5_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1799,7 +1800,7 @@ def prodigy_float16_5_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -1815,7 +1816,7 @@ def prodigy_float16_5_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -1833,9 +1834,9 @@ def prodigy_float16_5(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
     one_minus_rate_times_weight_decay_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1866,10 +1867,10 @@ def prodigy_float16_5(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             prodigy_float16_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, where, block, live, live_block, number, grad_scale, moves, keep1, gain2, keep2,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
+                exp_avg_sq_range_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
+                one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, block, live, live_block, number,
+                grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1879,9 +1880,9 @@ def prodigy_float16_5(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1891,9 +1892,9 @@ def prodigy_float16_5(
             for odd in tl.static_range(2):
                 prodigy_float16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
+                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
                     d_2_times_eps_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
                     moves, keep1, gain2, keep2, step_key, stream_key, False,
                 )
@@ -1904,8 +1905,8 @@ def prodigy_float16_5(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             prodigy_float16_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                 rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
                 numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
@@ -2195,10 +2196,10 @@ def prodigy_float32_safeguard_warmup_1(
 
 @triton.jit
 def prodigy_float32_safeguard_warmup_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block,
-    live, live_block, index, lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr,
+    one_times_one_minus_beta1_times_d_ptr, at, at_block, live, live_block, index, lr, grad_scale, moves,
+    keep1, gain2, keep2, keep3, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2209,7 +2210,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     d = tl.load(d_ptr)
@@ -2219,7 +2220,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2229,7 +2230,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -2263,7 +2264,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -2279,7 +2280,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -2297,7 +2298,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -2313,11 +2314,11 @@ def prodigy_float32_safeguard_warmup_2(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
@@ -2353,9 +2354,10 @@ def prodigy_float32_safeguard_warmup_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, where, block,
-                live, live_block, number, lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr,
+                one_times_one_minus_beta1_times_d_ptr, where, block, live, live_block, number, lr, grad_scale, moves,
+                keep1, gain2, keep2, keep3, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -2366,11 +2368,11 @@ def prodigy_float32_safeguard_warmup_2(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -2380,9 +2382,9 @@ def prodigy_float32_safeguard_warmup_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
@@ -2397,8 +2399,8 @@ def prodigy_float32_safeguard_warmup_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_times_one_ptr,
                 one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
                 lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key, True,
@@ -2568,8 +2570,9 @@ def prodigy_bfloat16_safeguard_warmup_1(
 
 @triton.jit
 def prodigy_bfloat16_safeguard_warmup_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at, at_block,
-    live, live_block, index, lr, grad_scale, moves, keep3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at,
+    at_block, live, live_block, index, lr, grad_scale, moves, keep3, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2580,7 +2583,7 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -2610,7 +2613,7 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -2627,7 +2630,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2661,8 +2664,8 @@ def prodigy_bfloat16_safeguard_warmup_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where, block,
-                live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where,
+                block, live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -2674,7 +2677,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -2685,7 +2688,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
                 )
@@ -2698,7 +2701,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
                 few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
                 stream_key, True,
@@ -2819,8 +2822,9 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
 
 @triton.jit
 def prodigy_float16_safeguard_warmup_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at, at_block,
-    live, live_block, index, lr, grad_scale, moves, keep3, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at,
+    at_block, live, live_block, index, lr, grad_scale, moves, keep3, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2831,7 +2835,7 @@ def prodigy_float16_safeguard_warmup_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -2868,7 +2872,7 @@ def prodigy_float16_safeguard_warmup_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -2885,7 +2889,7 @@ def prodigy_float16_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2919,8 +2923,8 @@ def prodigy_float16_safeguard_warmup_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where, block,
-                live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where,
+                block, live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -2932,7 +2936,7 @@ def prodigy_float16_safeguard_warmup_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -2943,7 +2947,7 @@ def prodigy_float16_safeguard_warmup_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
                 )
@@ -2956,7 +2960,7 @@ def prodigy_float16_safeguard_warmup_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
                 few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
                 stream_key, True,
@@ -3112,10 +3116,10 @@ def prodigy_float32_use_bias_correction_1(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, live,
-    live_block, index, grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr,
+    at, at_block, live, live_block, index, grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3126,7 +3130,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     d = tl.load(d_ptr)
@@ -3136,7 +3140,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3146,7 +3150,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -3180,7 +3184,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -3196,7 +3200,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -3214,7 +3218,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -3230,11 +3234,11 @@ def prodigy_float32_use_bias_correction_2(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
@@ -3270,9 +3274,10 @@ def prodigy_float32_use_bias_correction_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, where, block, live,
-                live_block, number, grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr,
+                where, block, live, live_block, number, grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
+                stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -3283,11 +3288,11 @@ def prodigy_float32_use_bias_correction_2(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -3297,9 +3302,9 @@ def prodigy_float32_use_bias_correction_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
@@ -3314,8 +3319,8 @@ def prodigy_float32_use_bias_correction_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
                 one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
                 grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key, True,
@@ -3482,8 +3487,8 @@ def prodigy_bfloat16_use_bias_correction_1(
 
 @triton.jit
 def prodigy_bfloat16_use_bias_correction_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block, live,
-    live_block, index, grad_scale, moves, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block,
+    live, live_block, index, grad_scale, moves, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3494,7 +3499,7 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -3524,7 +3529,7 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -3541,7 +3546,7 @@ def prodigy_bfloat16_use_bias_correction_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -3575,8 +3580,8 @@ def prodigy_bfloat16_use_bias_correction_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
-                live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block,
+                live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -3588,7 +3593,7 @@ def prodigy_bfloat16_use_bias_correction_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -3599,7 +3604,7 @@ def prodigy_bfloat16_use_bias_correction_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
                 )
@@ -3612,7 +3617,7 @@ def prodigy_bfloat16_use_bias_correction_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key, stream_key,
                 True,
@@ -3732,8 +3737,8 @@ def prodigy_bfloat16_use_bias_correction_small_2(
 
 @triton.jit
 def prodigy_float16_use_bias_correction_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block, live,
-    live_block, index, grad_scale, moves, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, at, at_block,
+    live, live_block, index, grad_scale, moves, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3744,7 +3749,7 @@ def prodigy_float16_use_bias_correction_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -3781,7 +3786,7 @@ def prodigy_float16_use_bias_correction_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -3798,7 +3803,7 @@ def prodigy_float16_use_bias_correction_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -3832,8 +3837,8 @@ def prodigy_float16_use_bias_correction_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
-                live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block,
+                live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -3845,7 +3850,7 @@ def prodigy_float16_use_bias_correction_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -3856,7 +3861,7 @@ def prodigy_float16_use_bias_correction_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
                 )
@@ -3869,7 +3874,7 @@ def prodigy_float16_use_bias_correction_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
                 live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key, stream_key,
                 True,
@@ -4026,10 +4031,10 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1(
 
 @triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-    p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block,
-    live, live_block, index, grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+    s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr,
+    one_times_one_minus_beta1_times_d_ptr, at, at_block, live, live_block, index, grad_scale, moves, keep1,
+    gain2, keep2, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4040,7 +4045,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     d = tl.load(d_ptr)
@@ -4050,7 +4055,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -4060,7 +4065,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -4094,7 +4099,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
@@ -4110,7 +4115,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     s_abs = tl.abs(s)
@@ -4128,7 +4133,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -4144,11 +4149,11 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
@@ -4184,9 +4189,10 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
-                p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, where, block,
-                live, live_block, number, grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
+                s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr,
+                one_times_one_minus_beta1_times_d_ptr, where, block, live, live_block, number, grad_scale, moves, keep1,
+                gain2, keep2, keep3, own, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -4197,11 +4203,11 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -4211,9 +4217,9 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
@@ -4228,8 +4234,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_times_one_ptr,
                 one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
                 grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key, True,
@@ -4399,8 +4405,9 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1(
 
 @triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at, at_block,
-    live, live_block, index, grad_scale, moves, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at,
+    at_block, live, live_block, index, grad_scale, moves, keep3, own, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4411,7 +4418,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -4441,7 +4448,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -4458,7 +4465,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -4492,8 +4499,8 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where, block,
-                live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where,
+                block, live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -4505,7 +4512,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -4516,7 +4523,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
                 )
@@ -4529,7 +4536,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
                 few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
                 stream_key, True,
@@ -4650,8 +4657,9 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2(
 
 @triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-    p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at, at_block,
-    live, live_block, index, grad_scale, moves, keep3, own, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, at,
+    at_block, live, live_block, index, grad_scale, moves, keep3, own, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4662,7 +4670,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
     scale_bits = s_scale.to(tl.int32) << 15
     scale_bits = scale_bits & 0x7fffffff
     scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
-    s_code = get(s_ptr, at, live, MASKED)
+    s_code = get(s_codes_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p0 = get(p0_ptr, at, live, MASKED)
@@ -4699,7 +4707,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
+    put(s_codes_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
     return term(moves * s_abs, at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
 
@@ -4716,7 +4724,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
+    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
     p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -4750,8 +4758,8 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where, block,
-                live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where,
+                block, live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
             )
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
             tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -4763,7 +4771,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        s_ptr += origin
+        s_codes_ptr += origin
         s_scale_ptr += first * BLOCKS
         p0_ptr += origin
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
@@ -4774,7 +4782,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
                 )
@@ -4787,7 +4795,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
                 s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
                 few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
                 stream_key, True,

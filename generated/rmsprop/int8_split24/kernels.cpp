@@ -36,7 +36,7 @@ struct rmsprop_float32 {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -97,7 +97,7 @@ struct rmsprop_float32 {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -149,7 +149,7 @@ struct rmsprop_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -160,7 +160,7 @@ struct rmsprop_float32 {
                 const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
         }
     }
@@ -220,7 +220,7 @@ struct rmsprop_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -284,7 +284,7 @@ struct rmsprop_bfloat16 {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -338,7 +338,7 @@ struct rmsprop_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -349,7 +349,7 @@ struct rmsprop_bfloat16 {
                 const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
         }
     }
@@ -434,7 +434,7 @@ struct rmsprop_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -506,7 +506,7 @@ struct rmsprop_float16 {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -570,7 +570,7 @@ struct rmsprop_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -581,7 +581,7 @@ struct rmsprop_float16 {
                 const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
                 const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
-                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
         }
     }
@@ -683,9 +683,9 @@ struct rmsprop_float32_has_momentum {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[2];             // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -760,12 +760,12 @@ struct rmsprop_float32_has_momentum {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
@@ -826,8 +826,8 @@ struct rmsprop_float32_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -841,8 +841,8 @@ struct rmsprop_float32_has_momentum {
                 const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(square_avg_at + i, square_avg_position);
-                store(momentum_buffer_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -907,9 +907,9 @@ struct rmsprop_bfloat16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -986,12 +986,12 @@ struct rmsprop_bfloat16_has_momentum {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
@@ -1069,8 +1069,8 @@ struct rmsprop_bfloat16_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -1084,8 +1084,8 @@ struct rmsprop_bfloat16_has_momentum {
                 const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(square_avg_at + i, square_avg_position);
-                store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1175,9 +1175,9 @@ struct rmsprop_float16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -1262,12 +1262,12 @@ struct rmsprop_float16_has_momentum {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
@@ -1341,8 +1341,8 @@ struct rmsprop_float16_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -1356,8 +1356,8 @@ struct rmsprop_float16_has_momentum {
                 const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
                 const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(square_avg_at + i, square_avg_position);
-                store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1464,9 +1464,9 @@ struct rmsprop_float32_centered {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_at = (uint8_t *)at[4];          // uint8 [n]  read and written
+        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[4];    // uint8 [n]  read and written
         int16_t *__restrict grad_avg_scale_at = (int16_t *)at[5];    // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -1541,10 +1541,10 @@ struct rmsprop_float32_centered {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1626,7 +1626,7 @@ struct rmsprop_float32_centered {
                 const F grad_avg_value_abs = abs(grad_avg_value);
                 grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
             grad_avg_top_kept[b] = grad_avg_top;
         }
@@ -1644,15 +1644,15 @@ struct rmsprop_float32_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
+                store(grad_avg_codes_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -1719,9 +1719,9 @@ struct rmsprop_bfloat16_centered {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
         int16_t *__restrict grad_avg_scale_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -1798,10 +1798,10 @@ struct rmsprop_bfloat16_centered {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1886,7 +1886,7 @@ struct rmsprop_bfloat16_centered {
                 const F grad_avg_value_abs = abs(grad_avg_value);
                 grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
             grad_avg_top_kept[b] = grad_avg_top;
         }
@@ -1904,15 +1904,15 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(grad_avg_codes_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -2005,9 +2005,9 @@ struct rmsprop_float16_centered {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
         int16_t *__restrict grad_avg_scale_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -2092,10 +2092,10 @@ struct rmsprop_float16_centered {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2190,7 +2190,7 @@ struct rmsprop_float16_centered {
                 const F grad_avg_value_abs = abs(grad_avg_value);
                 grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
             grad_avg_top_kept[b] = grad_avg_top;
         }
@@ -2208,15 +2208,15 @@ struct rmsprop_float16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(grad_avg_codes_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -2325,11 +2325,11 @@ struct rmsprop_float32_centered_has_momentum {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[2];             // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_at = (uint8_t *)at[4];               // uint8 [n]  read and written
+        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[4];         // uint8 [n]  read and written
         int16_t *__restrict grad_avg_scale_at = (int16_t *)at[5];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[6];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[6];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -2432,15 +2432,15 @@ struct rmsprop_float32_centered_has_momentum {
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const F g_2 = grad_scale * g;
-                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
@@ -2536,7 +2536,7 @@ struct rmsprop_float32_centered_has_momentum {
                 const F grad_avg_value_abs = abs(grad_avg_value);
                 grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
             grad_avg_top_kept[b] = grad_avg_top;
         }
@@ -2554,28 +2554,28 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
+                store(grad_avg_codes_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -2647,11 +2647,11 @@ struct rmsprop_bfloat16_centered_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_at = (uint8_t *)at[5];               // uint8 [n]  read and written
+        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[5];         // uint8 [n]  read and written
         int16_t *__restrict grad_avg_scale_at = (int16_t *)at[6];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[7];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -2757,15 +2757,15 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
@@ -2877,7 +2877,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const F grad_avg_value_abs = abs(grad_avg_value);
                 grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
             grad_avg_top_kept[b] = grad_avg_top;
         }
@@ -2895,28 +2895,28 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
+                store(grad_avg_codes_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -3014,11 +3014,11 @@ struct rmsprop_float16_centered_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict square_avg_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict square_avg_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict square_avg_range_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict grad_avg_at = (uint8_t *)at[5];               // uint8 [n]  read and written
+        uint8_t *__restrict grad_avg_codes_at = (uint8_t *)at[5];         // uint8 [n]  read and written
         int16_t *__restrict grad_avg_scale_at = (int16_t *)at[6];         // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[7];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[7];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
         const F alpha(scalars[0]);
         const F eps(scalars[1]);
@@ -3131,15 +3131,15 @@ struct rmsprop_float16_centered_has_momentum {
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
-                const U8 grad_avg_code = raw(grad_avg_at + i);
+                const U8 grad_avg_code = raw(grad_avg_codes_at + i);
                 const F grad_avg_code_2 = counter(grad_avg_code) - 8388736.0f;
                 const F grad_avg_bend = abs(grad_avg_code_2);
-                const U8 square_avg_code = raw(square_avg_at + i);
+                const U8 square_avg_code = raw(square_avg_codes_at + i);
                 const I square_avg_piece = to_int(square_avg_code);
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
@@ -3248,7 +3248,7 @@ struct rmsprop_float16_centered_has_momentum {
                 const F grad_avg_value_abs = abs(grad_avg_value);
                 grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
-                store_byte<3>(square_avg_at + i, square_avg_position);
+                store_byte<3>(square_avg_codes_at + i, square_avg_position);
             }
             grad_avg_top_kept[b] = grad_avg_top;
         }
@@ -3266,28 +3266,28 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
         }
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
-                store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
+                store(grad_avg_codes_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }

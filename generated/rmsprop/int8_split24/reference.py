@@ -21,8 +21,8 @@ from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient,
 
 
 def rmsprop_float32(
-    p_tensor, g_tensor, square_avg_tensor, square_avg_range_tensor, lr, alpha, eps, weight_decay, grad_scale,
-    one_minus_alpha, step_key, stream_key, place=None,
+    p_tensor, g_tensor, square_avg_codes_tensor, square_avg_range_tensor, lr, alpha, eps, weight_decay,
+    grad_scale, one_minus_alpha, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -39,7 +39,7 @@ def rmsprop_float32(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -78,7 +78,7 @@ def rmsprop_float32(
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     b.store(p_tensor, p)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
 
 
@@ -108,7 +108,7 @@ def rmsprop_float32_small(
 
 
 def rmsprop_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, lr, alpha, eps,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor, lr, alpha, eps,
     weight_decay, grad_scale, one_minus_alpha, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -130,7 +130,7 @@ def rmsprop_bfloat16(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -172,7 +172,7 @@ def rmsprop_bfloat16(
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
 
 
@@ -217,7 +217,7 @@ def rmsprop_bfloat16_small(
 
 
 def rmsprop_float16(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, lr, alpha, eps,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor, lr, alpha, eps,
     weight_decay, grad_scale, one_minus_alpha, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -245,7 +245,7 @@ def rmsprop_float16(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -297,7 +297,7 @@ def rmsprop_float16(
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
 
 
@@ -358,7 +358,7 @@ def rmsprop_float16_small(
 
 
 def rmsprop_float32_has_momentum(
-    p_tensor, g_tensor, square_avg_tensor, square_avg_range_tensor, momentum_buffer_tensor,
+    p_tensor, g_tensor, square_avg_codes_tensor, square_avg_range_tensor, momentum_buffer_codes_tensor,
     momentum_buffer_scale_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
     step_key, stream_key, place=None,
 ):
@@ -373,7 +373,7 @@ def rmsprop_float32_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -387,7 +387,7 @@ def rmsprop_float32_has_momentum(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -436,9 +436,9 @@ def rmsprop_float32_has_momentum(
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, p)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -472,9 +472,9 @@ def rmsprop_float32_has_momentum_small(
 
 
 def rmsprop_bfloat16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor,
-    momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale,
-    one_minus_alpha, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, alpha, eps, weight_decay, momentum,
+    grad_scale, one_minus_alpha, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -491,7 +491,7 @@ def rmsprop_bfloat16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -505,7 +505,7 @@ def rmsprop_bfloat16_has_momentum(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -557,9 +557,9 @@ def rmsprop_bfloat16_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -608,9 +608,9 @@ def rmsprop_bfloat16_has_momentum_small(
 
 
 def rmsprop_float16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor,
-    momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale,
-    one_minus_alpha, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, alpha, eps, weight_decay, momentum,
+    grad_scale, one_minus_alpha, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -633,7 +633,7 @@ def rmsprop_float16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -647,7 +647,7 @@ def rmsprop_float16_has_momentum(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -709,9 +709,9 @@ def rmsprop_float16_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -776,8 +776,9 @@ def rmsprop_float16_has_momentum_small(
 
 
 def rmsprop_float32_centered(
-    p_tensor, g_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor, grad_avg_scale_tensor,
-    lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha, step_key, stream_key, place=None,
+    p_tensor, g_tensor, square_avg_codes_tensor, square_avg_range_tensor, grad_avg_codes_tensor,
+    grad_avg_scale_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha, step_key, stream_key,
+    place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -794,7 +795,7 @@ def rmsprop_float32_centered(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -803,7 +804,7 @@ def rmsprop_float32_centered(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -860,9 +861,9 @@ def rmsprop_float32_centered(
     grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, p)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(grad_avg_tensor, (grad_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(grad_avg_codes_tensor, (grad_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(grad_avg_scale_tensor, (grad_avg_up >> 15).to(torch.int16))
 
 
@@ -898,9 +899,9 @@ def rmsprop_float32_centered_small(
 
 
 def rmsprop_bfloat16_centered(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor,
-    grad_avg_scale_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    grad_avg_codes_tensor, grad_avg_scale_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+    step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -921,7 +922,7 @@ def rmsprop_bfloat16_centered(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -930,7 +931,7 @@ def rmsprop_bfloat16_centered(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -990,9 +991,9 @@ def rmsprop_bfloat16_centered(
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(grad_avg_tensor, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(grad_avg_codes_tensor, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(grad_avg_scale_tensor, (grad_avg_up >> 15).to(torch.int16))
 
 
@@ -1043,9 +1044,9 @@ def rmsprop_bfloat16_centered_small(
 
 
 def rmsprop_float16_centered(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor,
-    grad_avg_scale_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    grad_avg_codes_tensor, grad_avg_scale_tensor, lr, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+    step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -1072,7 +1073,7 @@ def rmsprop_float16_centered(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1081,7 +1082,7 @@ def rmsprop_float16_centered(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -1151,9 +1152,9 @@ def rmsprop_float16_centered(
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(grad_avg_tensor, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(grad_avg_codes_tensor, (grad_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(grad_avg_scale_tensor, (grad_avg_up >> 15).to(torch.int16))
 
 
@@ -1220,9 +1221,9 @@ def rmsprop_float16_centered_small(
 
 
 def rmsprop_float32_centered_has_momentum(
-    p_tensor, g_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor, grad_avg_scale_tensor,
-    momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, alpha, eps, weight_decay, momentum, grad_scale,
-    one_minus_alpha, step_key, stream_key, place=None,
+    p_tensor, g_tensor, square_avg_codes_tensor, square_avg_range_tensor, grad_avg_codes_tensor,
+    grad_avg_scale_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, alpha, eps,
+    weight_decay, momentum, grad_scale, one_minus_alpha, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -1235,7 +1236,7 @@ def rmsprop_float32_centered_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1249,7 +1250,7 @@ def rmsprop_float32_centered_has_momentum(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1258,7 +1259,7 @@ def rmsprop_float32_centered_has_momentum(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -1334,11 +1335,11 @@ def rmsprop_float32_centered_has_momentum(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     b.store(p_tensor, p)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(grad_avg_tensor, (grad_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(grad_avg_codes_tensor, (grad_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(grad_avg_scale_tensor, (grad_avg_up >> 15).to(torch.int16))
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1378,9 +1379,9 @@ def rmsprop_float32_centered_has_momentum_small(
 
 
 def rmsprop_bfloat16_centered_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor,
-    grad_avg_scale_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, alpha, eps,
-    weight_decay, momentum, grad_scale, one_minus_alpha, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    grad_avg_codes_tensor, grad_avg_scale_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -1397,7 +1398,7 @@ def rmsprop_bfloat16_centered_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1411,7 +1412,7 @@ def rmsprop_bfloat16_centered_has_momentum(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1420,7 +1421,7 @@ def rmsprop_bfloat16_centered_has_momentum(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -1499,11 +1500,11 @@ def rmsprop_bfloat16_centered_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(grad_avg_tensor, (grad_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(grad_avg_codes_tensor, (grad_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(grad_avg_scale_tensor, (grad_avg_up >> 15).to(torch.int16))
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1558,9 +1559,9 @@ def rmsprop_bfloat16_centered_has_momentum_small(
 
 
 def rmsprop_float16_centered_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor,
-    grad_avg_scale_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, alpha, eps,
-    weight_decay, momentum, grad_scale, one_minus_alpha, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    grad_avg_codes_tensor, grad_avg_scale_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    lr, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -1583,7 +1584,7 @@ def rmsprop_float16_centered_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1597,7 +1598,7 @@ def rmsprop_float16_centered_has_momentum(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1606,7 +1607,7 @@ def rmsprop_float16_centered_has_momentum(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -1695,11 +1696,11 @@ def rmsprop_float16_centered_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
+    b.store(square_avg_codes_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
-    b.store(grad_avg_tensor, (grad_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(grad_avg_codes_tensor, (grad_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(grad_avg_scale_tensor, (grad_avg_up >> 15).to(torch.int16))
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1769,7 +1770,7 @@ def rmsprop_float16_centered_has_momentum_small(
     b.store(momentum_buffer_tensor, momentum_buffer)
 
 
-def rmsprop_float32_decode(p_tensor, square_avg_tensor, square_avg_range_tensor):
+def rmsprop_float32_decode(p_tensor, square_avg_codes_tensor, square_avg_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -1779,7 +1780,7 @@ def rmsprop_float32_decode(p_tensor, square_avg_tensor, square_avg_range_tensor)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1810,7 +1811,7 @@ def rmsprop_float32_encode(values):
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     return {
         "p": b.flat(in_p),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
     }
 
@@ -1837,7 +1838,7 @@ def rmsprop_float32_small_encode(values):
     }
 
 
-def rmsprop_bfloat16_decode(p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor):
+def rmsprop_bfloat16_decode(p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -1851,7 +1852,7 @@ def rmsprop_bfloat16_decode(p_tensor, weight_low_tensor, square_avg_tensor, squa
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1885,7 +1886,7 @@ def rmsprop_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
     }
 
@@ -1919,7 +1920,7 @@ def rmsprop_bfloat16_small_encode(values):
     }
 
 
-def rmsprop_float16_decode(p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor):
+def rmsprop_float16_decode(p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -1939,7 +1940,7 @@ def rmsprop_float16_decode(p_tensor, weight_low_tensor, square_avg_tensor, squar
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1983,7 +1984,7 @@ def rmsprop_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
     }
 
@@ -2034,7 +2035,7 @@ def rmsprop_float16_small_encode(values):
 
 
 def rmsprop_float32_has_momentum_decode(
-    p_tensor, square_avg_tensor, square_avg_range_tensor, momentum_buffer_tensor,
+    p_tensor, square_avg_codes_tensor, square_avg_range_tensor, momentum_buffer_codes_tensor,
     momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2046,7 +2047,7 @@ def rmsprop_float32_has_momentum_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2055,7 +2056,7 @@ def rmsprop_float32_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2096,9 +2097,9 @@ def rmsprop_float32_has_momentum_encode(values):
     momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2130,8 +2131,8 @@ def rmsprop_float32_has_momentum_small_encode(values):
 
 
 def rmsprop_bfloat16_has_momentum_decode(
-    p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, momentum_buffer_tensor,
-    momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2146,7 +2147,7 @@ def rmsprop_bfloat16_has_momentum_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2155,7 +2156,7 @@ def rmsprop_bfloat16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2199,9 +2200,9 @@ def rmsprop_bfloat16_has_momentum_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2242,8 +2243,8 @@ def rmsprop_bfloat16_has_momentum_small_encode(values):
 
 
 def rmsprop_float16_has_momentum_decode(
-    p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, momentum_buffer_tensor,
-    momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2264,7 +2265,7 @@ def rmsprop_float16_has_momentum_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2273,7 +2274,7 @@ def rmsprop_float16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2327,9 +2328,9 @@ def rmsprop_float16_has_momentum_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2386,7 +2387,7 @@ def rmsprop_float16_has_momentum_small_encode(values):
 
 
 def rmsprop_float32_centered_decode(
-    p_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor, grad_avg_scale_tensor,
+    p_tensor, square_avg_codes_tensor, square_avg_range_tensor, grad_avg_codes_tensor, grad_avg_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2397,7 +2398,7 @@ def rmsprop_float32_centered_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2406,7 +2407,7 @@ def rmsprop_float32_centered_decode(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -2453,9 +2454,9 @@ def rmsprop_float32_centered_encode(values):
     grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "grad_avg": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "grad_avg_codes": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "grad_avg_scale": b.flat_per_block((grad_avg_up >> 15).to(torch.int16)),
     }
 
@@ -2487,7 +2488,7 @@ def rmsprop_float32_centered_small_encode(values):
 
 
 def rmsprop_bfloat16_centered_decode(
-    p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor,
+    p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor, grad_avg_codes_tensor,
     grad_avg_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2503,7 +2504,7 @@ def rmsprop_bfloat16_centered_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2512,7 +2513,7 @@ def rmsprop_bfloat16_centered_decode(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -2562,9 +2563,9 @@ def rmsprop_bfloat16_centered_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "grad_avg": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "grad_avg_codes": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "grad_avg_scale": b.flat_per_block((grad_avg_up >> 15).to(torch.int16)),
     }
 
@@ -2603,7 +2604,7 @@ def rmsprop_bfloat16_centered_small_encode(values):
 
 
 def rmsprop_float16_centered_decode(
-    p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor,
+    p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor, grad_avg_codes_tensor,
     grad_avg_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -2625,7 +2626,7 @@ def rmsprop_float16_centered_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2634,7 +2635,7 @@ def rmsprop_float16_centered_decode(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -2694,9 +2695,9 @@ def rmsprop_float16_centered_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "grad_avg": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "grad_avg_codes": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "grad_avg_scale": b.flat_per_block((grad_avg_up >> 15).to(torch.int16)),
     }
 
@@ -2751,8 +2752,8 @@ def rmsprop_float16_centered_small_encode(values):
 
 
 def rmsprop_float32_centered_has_momentum_decode(
-    p_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor, grad_avg_scale_tensor,
-    momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, square_avg_codes_tensor, square_avg_range_tensor, grad_avg_codes_tensor, grad_avg_scale_tensor,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2763,7 +2764,7 @@ def rmsprop_float32_centered_has_momentum_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2772,7 +2773,7 @@ def rmsprop_float32_centered_has_momentum_decode(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -2784,7 +2785,7 @@ def rmsprop_float32_centered_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2838,11 +2839,11 @@ def rmsprop_float32_centered_has_momentum_encode(values):
     momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "grad_avg": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "grad_avg_codes": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "grad_avg_scale": b.flat_per_block((grad_avg_up >> 15).to(torch.int16)),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2880,8 +2881,8 @@ def rmsprop_float32_centered_has_momentum_small_encode(values):
 
 
 def rmsprop_bfloat16_centered_has_momentum_decode(
-    p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor,
-    grad_avg_scale_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor, grad_avg_codes_tensor,
+    grad_avg_scale_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2896,7 +2897,7 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2905,7 +2906,7 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -2917,7 +2918,7 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2974,11 +2975,11 @@ def rmsprop_bfloat16_centered_has_momentum_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "grad_avg": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "grad_avg_codes": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "grad_avg_scale": b.flat_per_block((grad_avg_up >> 15).to(torch.int16)),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -3023,8 +3024,8 @@ def rmsprop_bfloat16_centered_has_momentum_small_encode(values):
 
 
 def rmsprop_float16_centered_has_momentum_decode(
-    p_tensor, weight_low_tensor, square_avg_tensor, square_avg_range_tensor, grad_avg_tensor,
-    grad_avg_scale_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, square_avg_codes_tensor, square_avg_range_tensor, grad_avg_codes_tensor,
+    grad_avg_scale_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -3045,7 +3046,7 @@ def rmsprop_float16_centered_has_momentum_decode(
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = b.elements(square_avg_tensor)
+    square_avg_code = b.elements(square_avg_codes_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
     square_avg_value = (square_avg_middle + square_avg_piece * square_avg_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3054,7 +3055,7 @@ def rmsprop_float16_centered_has_momentum_decode(
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
-    grad_avg_code = b.elements(grad_avg_tensor)
+    grad_avg_code = b.elements(grad_avg_codes_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
     grad_avg_code = grad_avg_code - 128.0
@@ -3066,7 +3067,7 @@ def rmsprop_float16_centered_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -3133,11 +3134,11 @@ def rmsprop_float16_centered_has_momentum_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "square_avg": b.flat(square_avg_code.to(torch.uint8)),
+        "square_avg_codes": b.flat(square_avg_code.to(torch.uint8)),
         "square_avg_range": b.flat_per_block(square_avg_header.to(torch.int16)),
-        "grad_avg": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "grad_avg_codes": b.flat((grad_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "grad_avg_scale": b.flat_per_block((grad_avg_up >> 15).to(torch.int16)),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 

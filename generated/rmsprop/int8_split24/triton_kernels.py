@@ -27,8 +27,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def rmsprop_float32_tile(
-    p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, at, at_block, live, live_block, index, alpha,
+    eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -41,7 +41,7 @@ def rmsprop_float32_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -78,7 +78,7 @@ def rmsprop_float32_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
@@ -95,7 +95,7 @@ def rmsprop_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 3, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -121,8 +121,8 @@ def rmsprop_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float32_tile(
-                p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, where, block, live, live_block, number, alpha, eps,
-                weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, where, block, live, live_block, number, alpha,
+                eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -131,7 +131,7 @@ def rmsprop_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -140,7 +140,7 @@ def rmsprop_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_codes_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
@@ -152,9 +152,10 @@ def rmsprop_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_float32_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
-                few, few_blocks, live, live_block, numbered(before + start, few), alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, True,
+                p_ptr + start, g_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
             )
 
 
@@ -222,7 +223,7 @@ def rmsprop_float32_small(
 
 @triton.jit
 def rmsprop_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, at, at_block, live, live_block,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, at, at_block, live, live_block,
     index, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -240,7 +241,7 @@ def rmsprop_bfloat16_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -280,7 +281,7 @@ def rmsprop_bfloat16_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
@@ -298,7 +299,7 @@ def rmsprop_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -324,7 +325,7 @@ def rmsprop_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, where, block, live, live_block,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, where, block, live, live_block,
                 number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -335,7 +336,7 @@ def rmsprop_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -345,7 +346,7 @@ def rmsprop_bfloat16(
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
@@ -356,7 +357,7 @@ def rmsprop_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
                 square_avg_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
                 stream_key, True,
@@ -463,7 +464,7 @@ def rmsprop_bfloat16_small(
 
 @triton.jit
 def rmsprop_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, at, at_block, live, live_block,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, at, at_block, live, live_block,
     index, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -488,7 +489,7 @@ def rmsprop_float16_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -537,7 +538,7 @@ def rmsprop_float16_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
@@ -555,7 +556,7 @@ def rmsprop_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -581,7 +582,7 @@ def rmsprop_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, where, block, live, live_block,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, where, block, live, live_block,
                 number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -592,7 +593,7 @@ def rmsprop_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -602,7 +603,7 @@ def rmsprop_float16(
             for odd in tl.static_range(2):
                 rmsprop_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
@@ -613,7 +614,7 @@ def rmsprop_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
                 square_avg_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
                 stream_key, True,
@@ -736,9 +737,9 @@ def rmsprop_float16_small(
 
 @triton.jit
 def rmsprop_float32_has_momentum_tile(
-    p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at,
-    at_block, live, live_block, index, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, momentum_buffer_codes_ptr,
+    momentum_buffer_scale_ptr, at, at_block, live, live_block, index, alpha, eps, weight_decay, momentum,
+    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -751,7 +752,7 @@ def rmsprop_float32_has_momentum_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -760,7 +761,7 @@ def rmsprop_float32_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/rmsprop.py)
@@ -797,7 +798,7 @@ def rmsprop_float32_has_momentum_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     momentum_buffer_abs = tl.abs(momentum_buffer)
@@ -808,7 +809,7 @@ def rmsprop_float32_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 0), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -824,9 +825,9 @@ def rmsprop_float32_has_momentum(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 3, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    momentum_buffer_ptr = pointer(row + 4, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -852,9 +853,9 @@ def rmsprop_float32_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float32_has_momentum_tile(
-                p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
-                where, block, live, live_block, number, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, momentum_buffer_codes_ptr,
+                momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -863,9 +864,9 @@ def rmsprop_float32_has_momentum(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -874,8 +875,9 @@ def rmsprop_float32_has_momentum(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float32_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_codes_ptr + start + odd * TILE,
+                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
@@ -887,10 +889,11 @@ def rmsprop_float32_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
-                momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
-                live, live_block, numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, True,
+                p_ptr + start, g_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
 
 
@@ -965,7 +968,7 @@ def rmsprop_float32_has_momentum_small(
 
 @triton.jit
 def rmsprop_bfloat16_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, momentum_buffer_ptr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, momentum_buffer_codes_ptr,
     momentum_buffer_scale_ptr, at, at_block, live, live_block, index, alpha, eps, weight_decay, momentum,
     grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -983,7 +986,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -992,7 +995,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/rmsprop.py)
@@ -1032,7 +1035,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     momentum_buffer_abs = tl.abs(momentum_buffer)
@@ -1043,7 +1046,7 @@ def rmsprop_bfloat16_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1060,9 +1063,9 @@ def rmsprop_bfloat16_has_momentum(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    momentum_buffer_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -1088,7 +1091,7 @@ def rmsprop_bfloat16_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_bfloat16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, momentum_buffer_ptr,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, momentum_buffer_codes_ptr,
                 momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps, weight_decay, momentum,
                 grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
@@ -1100,9 +1103,9 @@ def rmsprop_bfloat16_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1112,10 +1115,11 @@ def rmsprop_bfloat16_has_momentum(
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1124,8 +1128,8 @@ def rmsprop_bfloat16_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
                 step_key, stream_key, True,
@@ -1240,7 +1244,7 @@ def rmsprop_bfloat16_has_momentum_small(
 
 @triton.jit
 def rmsprop_float16_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, momentum_buffer_ptr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, momentum_buffer_codes_ptr,
     momentum_buffer_scale_ptr, at, at_block, live, live_block, index, alpha, eps, weight_decay, momentum,
     grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1265,7 +1269,7 @@ def rmsprop_float16_has_momentum_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1274,7 +1278,7 @@ def rmsprop_float16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/rmsprop.py)
@@ -1323,7 +1327,7 @@ def rmsprop_float16_has_momentum_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     momentum_buffer_abs = tl.abs(momentum_buffer)
@@ -1334,7 +1338,7 @@ def rmsprop_float16_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1351,9 +1355,9 @@ def rmsprop_float16_has_momentum(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    momentum_buffer_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -1379,7 +1383,7 @@ def rmsprop_float16_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, momentum_buffer_ptr,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, momentum_buffer_codes_ptr,
                 momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps, weight_decay, momentum,
                 grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
@@ -1391,9 +1395,9 @@ def rmsprop_float16_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1403,10 +1407,11 @@ def rmsprop_float16_has_momentum(
             for odd in tl.static_range(2):
                 rmsprop_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1415,8 +1420,8 @@ def rmsprop_float16_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
                 step_key, stream_key, True,
@@ -1547,9 +1552,9 @@ def rmsprop_float16_has_momentum_small(
 
 @triton.jit
 def rmsprop_float32_centered_tile(
-    p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr, at, at_block, live,
-    live_block, index, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr, grad_avg_scale_ptr, at,
+    at_block, live, live_block, index, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1560,7 +1565,7 @@ def rmsprop_float32_centered_tile(
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = get(grad_avg_codes_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
@@ -1569,7 +1574,7 @@ def rmsprop_float32_centered_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1610,7 +1615,7 @@ def rmsprop_float32_centered_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
@@ -1626,7 +1631,7 @@ def rmsprop_float32_centered_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
     grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
+    put(grad_avg_codes_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1641,9 +1646,9 @@ def rmsprop_float32_centered(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 3, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    grad_avg_ptr = pointer(row + 4, tl.uint8, ALIGNED)                # uint8 [n]  read and written
+    grad_avg_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     grad_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -1669,9 +1674,9 @@ def rmsprop_float32_centered(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float32_centered_tile(
-                p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr, where, block, live,
-                live_block, number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, True,
+                p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr, grad_avg_scale_ptr, where,
+                block, live, live_block, number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1680,9 +1685,9 @@ def rmsprop_float32_centered(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        grad_avg_ptr += origin
+        grad_avg_codes_ptr += origin
         grad_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1691,8 +1696,8 @@ def rmsprop_float32_centered(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float32_centered_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_codes_ptr + start + odd * TILE,
+                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_codes_ptr + start + odd * TILE,
                     grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
@@ -1704,8 +1709,9 @@ def rmsprop_float32_centered(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_float32_centered_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
-                grad_avg_ptr + start, grad_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                p_ptr + start, g_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_codes_ptr + start,
+                grad_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
                 stream_key, True,
             )
@@ -1783,9 +1789,9 @@ def rmsprop_float32_centered_small(
 
 @triton.jit
 def rmsprop_bfloat16_centered_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr, at,
-    at_block, live, live_block, index, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr,
+    grad_avg_scale_ptr, at, at_block, live, live_block, index, alpha, eps, weight_decay, grad_scale,
+    one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1799,7 +1805,7 @@ def rmsprop_bfloat16_centered_tile(
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = get(grad_avg_codes_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
@@ -1808,7 +1814,7 @@ def rmsprop_bfloat16_centered_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1852,7 +1858,7 @@ def rmsprop_bfloat16_centered_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
@@ -1868,7 +1874,7 @@ def rmsprop_bfloat16_centered_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
     grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
+    put(grad_avg_codes_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1884,9 +1890,9 @@ def rmsprop_bfloat16_centered(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    grad_avg_ptr = pointer(row + 5, tl.uint8, ALIGNED)                # uint8 [n]  read and written
+    grad_avg_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     grad_avg_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -1912,9 +1918,9 @@ def rmsprop_bfloat16_centered(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_bfloat16_centered_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                where, block, live, live_block, number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr,
+                grad_avg_scale_ptr, where, block, live, live_block, number, alpha, eps, weight_decay, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1924,9 +1930,9 @@ def rmsprop_bfloat16_centered(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        grad_avg_ptr += origin
+        grad_avg_codes_ptr += origin
         grad_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1936,9 +1942,9 @@ def rmsprop_bfloat16_centered(
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_centered_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_avg_codes_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
@@ -1948,8 +1954,8 @@ def rmsprop_bfloat16_centered(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_bfloat16_centered_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_codes_ptr + start,
                 grad_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
                 stream_key, True,
@@ -2064,9 +2070,9 @@ def rmsprop_bfloat16_centered_small(
 
 @triton.jit
 def rmsprop_float16_centered_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr, at,
-    at_block, live, live_block, index, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr,
+    grad_avg_scale_ptr, at, at_block, live, live_block, index, alpha, eps, weight_decay, grad_scale,
+    one_minus_alpha, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2087,7 +2093,7 @@ def rmsprop_float16_centered_tile(
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = get(grad_avg_codes_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
@@ -2096,7 +2102,7 @@ def rmsprop_float16_centered_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2149,7 +2155,7 @@ def rmsprop_float16_centered_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
@@ -2165,7 +2171,7 @@ def rmsprop_float16_centered_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
     grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
+    put(grad_avg_codes_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2181,9 +2187,9 @@ def rmsprop_float16_centered(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    grad_avg_ptr = pointer(row + 5, tl.uint8, ALIGNED)                # uint8 [n]  read and written
+    grad_avg_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     grad_avg_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -2209,9 +2215,9 @@ def rmsprop_float16_centered(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float16_centered_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                where, block, live, live_block, number, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr,
+                grad_avg_scale_ptr, where, block, live, live_block, number, alpha, eps, weight_decay, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2221,9 +2227,9 @@ def rmsprop_float16_centered(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        grad_avg_ptr += origin
+        grad_avg_codes_ptr += origin
         grad_avg_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2233,9 +2239,9 @@ def rmsprop_float16_centered(
             for odd in tl.static_range(2):
                 rmsprop_float16_centered_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_avg_codes_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
@@ -2245,8 +2251,8 @@ def rmsprop_float16_centered(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_float16_centered_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_codes_ptr + start,
                 grad_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
                 stream_key, True,
@@ -2377,8 +2383,8 @@ def rmsprop_float16_centered_small(
 
 @triton.jit
 def rmsprop_float32_centered_has_momentum_tile(
-    p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-    momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index, alpha, eps,
+    p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr, grad_avg_scale_ptr,
+    momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index, alpha, eps,
     weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -2391,7 +2397,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = get(grad_avg_codes_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
@@ -2400,7 +2406,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2409,7 +2415,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/rmsprop.py)
@@ -2452,7 +2458,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
@@ -2468,7 +2474,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
     grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
+    put(grad_avg_codes_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 0x4800000) + 32767
@@ -2484,7 +2490,7 @@ def rmsprop_float32_centered_has_momentum_tile(
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2500,11 +2506,11 @@ def rmsprop_float32_centered_has_momentum(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 3, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    grad_avg_ptr = pointer(row + 4, tl.uint8, ALIGNED)                # uint8 [n]  read and written
+    grad_avg_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     grad_avg_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
-    momentum_buffer_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 8)
     columns = tl.load(row + 9)
@@ -2530,8 +2536,8 @@ def rmsprop_float32_centered_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float32_centered_has_momentum_tile(
-                p_ptr, g_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps,
+                p_ptr, g_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr, grad_avg_scale_ptr,
+                momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps,
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
     else:
@@ -2541,11 +2547,11 @@ def rmsprop_float32_centered_has_momentum(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        grad_avg_ptr += origin
+        grad_avg_codes_ptr += origin
         grad_avg_scale_ptr += first * BLOCKS
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2554,9 +2560,9 @@ def rmsprop_float32_centered_has_momentum(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rmsprop_float32_centered_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
-                    grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_codes_ptr + start + odd * TILE,
+                    square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_codes_ptr + start + odd * TILE,
+                    grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
@@ -2568,8 +2574,9 @@ def rmsprop_float32_centered_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_float32_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
-                grad_avg_ptr + start, grad_avg_scale_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_codes_ptr + start,
+                grad_avg_scale_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
                 step_key, stream_key, True,
@@ -2654,9 +2661,9 @@ def rmsprop_float32_centered_has_momentum_small(
 
 @triton.jit
 def rmsprop_bfloat16_centered_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-    momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr,
+    grad_avg_scale_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    index, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2671,7 +2678,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = get(grad_avg_codes_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
@@ -2680,7 +2687,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2689,7 +2696,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/rmsprop.py)
@@ -2742,7 +2749,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
@@ -2758,7 +2765,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
     grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
+    put(grad_avg_codes_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 0x4800000) + 32767
@@ -2767,7 +2774,7 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2784,11 +2791,11 @@ def rmsprop_bfloat16_centered_has_momentum(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    grad_avg_ptr = pointer(row + 5, tl.uint8, ALIGNED)                # uint8 [n]  read and written
+    grad_avg_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     grad_avg_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
-    momentum_buffer_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -2814,9 +2821,10 @@ def rmsprop_bfloat16_centered_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_bfloat16_centered_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps,
-                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr,
+                grad_avg_scale_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
+                number, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2826,11 +2834,11 @@ def rmsprop_bfloat16_centered_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        grad_avg_ptr += origin
+        grad_avg_codes_ptr += origin
         grad_avg_scale_ptr += first * BLOCKS
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -2840,11 +2848,12 @@ def rmsprop_bfloat16_centered_has_momentum(
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_centered_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_avg_codes_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -2853,9 +2862,9 @@ def rmsprop_bfloat16_centered_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_bfloat16_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_ptr + start,
-                grad_avg_scale_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_codes_ptr + start,
+                grad_avg_scale_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
                 step_key, stream_key, True,
@@ -2977,9 +2986,9 @@ def rmsprop_bfloat16_centered_has_momentum_small(
 
 @triton.jit
 def rmsprop_float16_centered_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-    momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index, alpha, eps,
-    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr,
+    grad_avg_scale_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    index, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -3001,7 +3010,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
     grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
     grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
-    grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
+    grad_avg_code = get(grad_avg_codes_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
@@ -3010,7 +3019,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
-    square_avg_code = get(square_avg_ptr, at, live, MASKED)
+    square_avg_code = get(square_avg_codes_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
     square_avg_value = (square_avg_middle[:, None] + square_avg_piece * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3019,7 +3028,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/rmsprop.py)
@@ -3081,7 +3090,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
     square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
     square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
-    put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
+    put(square_avg_codes_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
@@ -3097,7 +3106,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
     grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
+    put(grad_avg_codes_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
     momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
     momentum_buffer_up = tl.maximum(momentum_buffer_top, 0x4800000) + 32767
@@ -3106,7 +3115,7 @@ def rmsprop_float16_centered_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3123,11 +3132,11 @@ def rmsprop_float16_centered_has_momentum(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    square_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    square_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     square_avg_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    grad_avg_ptr = pointer(row + 5, tl.uint8, ALIGNED)                # uint8 [n]  read and written
+    grad_avg_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     grad_avg_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
-    momentum_buffer_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 9)
     columns = tl.load(row + 10)
@@ -3153,9 +3162,10 @@ def rmsprop_float16_centered_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rmsprop_float16_centered_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, square_avg_ptr, square_avg_range_ptr, grad_avg_ptr, grad_avg_scale_ptr,
-                momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number, alpha, eps,
-                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, square_avg_codes_ptr, square_avg_range_ptr, grad_avg_codes_ptr,
+                grad_avg_scale_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
+                number, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3165,11 +3175,11 @@ def rmsprop_float16_centered_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        square_avg_ptr += origin
+        square_avg_codes_ptr += origin
         square_avg_range_ptr += first * BLOCKS
-        grad_avg_ptr += origin
+        grad_avg_codes_ptr += origin
         grad_avg_scale_ptr += first * BLOCKS
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3179,11 +3189,12 @@ def rmsprop_float16_centered_has_momentum(
             for odd in tl.static_range(2):
                 rmsprop_float16_centered_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    square_avg_codes_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    grad_avg_codes_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -3192,9 +3203,9 @@ def rmsprop_float16_centered_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rmsprop_float16_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_ptr + start,
-                grad_avg_scale_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_codes_ptr + start,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_codes_ptr + start,
+                grad_avg_scale_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
                 step_key, stream_key, True,

@@ -38,9 +38,9 @@ struct rprop_float32 {
         float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict prev_at = (uint8_t *)at[2];             // uint8 [n]  read and written
+        uint8_t *__restrict prev_codes_at = (uint8_t *)at[2];       // uint8 [n]  read and written
         int16_t *__restrict prev_scale_at = (int16_t *)at[3];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict step_size_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict step_size_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict step_size_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F etaminus(scalars[0]);
         const F etaplus(scalars[1]);
@@ -112,11 +112,11 @@ struct rprop_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 prev_code = raw(prev_at + i);
+                const U8 prev_code = raw(prev_codes_at + i);
                 const F prev_code_2 = counter(prev_code) - 8388736.0f;
                 const F prev_bend = abs(prev_code_2);
                 const F g_2 = grad_scale * g;
-                const U8 step_size_code = raw(step_size_at + i);
+                const U8 step_size_code = raw(step_size_codes_at + i);
                 const I step_size_piece = to_int(step_size_code);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
                 const F p = load(p_at + i);
@@ -182,8 +182,8 @@ struct rprop_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(prev_at, b + TILE / BLOCK);
-            fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(step_size_codes_at, b + TILE / BLOCK);
             const I step_size_half_add(step_size_half_add_kept[b]);
             const I step_size_base(step_size_base_kept[b]);
             const I step_size_base_sub(step_size_base_sub_kept[b]);
@@ -196,8 +196,8 @@ struct rprop_float32 {
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = lshr(noise, 8) + step_size_half_add;
                 const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
-                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
-                store_byte<3>(step_size_at + i, step_size_position);
+                store(prev_codes_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
+                store_byte<3>(step_size_codes_at + i, step_size_position);
             }
         }
     }
@@ -265,9 +265,9 @@ struct rprop_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        uint8_t *__restrict prev_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict prev_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict prev_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict step_size_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict step_size_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict step_size_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F etaminus(scalars[0]);
         const F etaplus(scalars[1]);
@@ -340,11 +340,11 @@ struct rprop_bfloat16 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const U8 prev_code = raw(prev_at + i);
+                const U8 prev_code = raw(prev_codes_at + i);
                 const F prev_code_2 = counter(prev_code) - 8388736.0f;
                 const F prev_bend = abs(prev_code_2);
                 const F g = grad_scale * g_cast;
-                const U8 step_size_code = raw(step_size_at + i);
+                const U8 step_size_code = raw(step_size_codes_at + i);
                 const I step_size_piece = to_int(step_size_code);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
                 const U16 p_stored = raw(p_at + i);
@@ -415,8 +415,8 @@ struct rprop_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(prev_at, b + TILE / BLOCK);
-            fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(step_size_codes_at, b + TILE / BLOCK);
             const I step_size_half_add(step_size_half_add_kept[b]);
             const I step_size_base(step_size_base_kept[b]);
             const I step_size_base_sub(step_size_base_sub_kept[b]);
@@ -429,8 +429,8 @@ struct rprop_bfloat16 {
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = lshr(noise, 8) + step_size_half_add;
                 const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
-                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
-                store_byte<3>(step_size_at + i, step_size_position);
+                store(prev_codes_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
+                store_byte<3>(step_size_codes_at + i, step_size_position);
             }
         }
     }
@@ -524,9 +524,9 @@ struct rprop_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        uint8_t *__restrict prev_at = (uint8_t *)at[3];             // uint8 [n]  read and written
+        uint8_t *__restrict prev_codes_at = (uint8_t *)at[3];       // uint8 [n]  read and written
         int16_t *__restrict prev_scale_at = (int16_t *)at[4];       // int16 [blocks of 64]  read and written
-        uint8_t *__restrict step_size_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict step_size_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict step_size_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F etaminus(scalars[0]);
         const F etaplus(scalars[1]);
@@ -599,11 +599,11 @@ struct rprop_float16 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const U8 prev_code = raw(prev_at + i);
+                const U8 prev_code = raw(prev_codes_at + i);
                 const F prev_code_2 = counter(prev_code) - 8388736.0f;
                 const F prev_bend = abs(prev_code_2);
                 const F g = grad_scale * g_cast;
-                const U8 step_size_code = raw(step_size_at + i);
+                const U8 step_size_code = raw(step_size_codes_at + i);
                 const I step_size_piece = to_int(step_size_code);
                 const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
                 const U16 p_stored = raw(p_at + i);
@@ -692,8 +692,8 @@ struct rprop_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(prev_at, b + TILE / BLOCK);
-            fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(step_size_codes_at, b + TILE / BLOCK);
             const I step_size_half_add(step_size_half_add_kept[b]);
             const I step_size_base(step_size_base_kept[b]);
             const I step_size_base_sub(step_size_base_sub_kept[b]);
@@ -706,8 +706,8 @@ struct rprop_float16 {
                 const F prev = load(prev_kept + i);
                 const I step_size_offset = lshr(noise, 8) + step_size_half_add;
                 const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
-                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
-                store_byte<3>(step_size_at + i, step_size_position);
+                store(prev_codes_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
+                store_byte<3>(step_size_codes_at + i, step_size_position);
             }
         }
     }

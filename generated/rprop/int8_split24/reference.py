@@ -23,9 +23,9 @@ from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient,
 
 
 def rprop_float32(
-    p_tensor, g_tensor, prev_tensor, prev_scale_tensor, step_size_tensor, step_size_range_tensor, etaminus,
-    etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key,
-    place=None,
+    p_tensor, g_tensor, prev_codes_tensor, prev_scale_tensor, step_size_codes_tensor, step_size_range_tensor,
+    etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key,
+    stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -40,7 +40,7 @@ def rprop_float32(
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 0x7fffffff
     prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
-    prev_code = b.elements(prev_tensor)
+    prev_code = b.elements(prev_codes_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
     prev_code = prev_code - 128.0
@@ -52,7 +52,7 @@ def rprop_float32(
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
     step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
-    step_size_code = b.elements(step_size_tensor)
+    step_size_code = b.elements(step_size_codes_tensor)
     step_size_piece = step_size_code.to(torch.int32)
     step_size_value = (step_size_middle + step_size_piece * step_size_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -102,9 +102,9 @@ def rprop_float32(
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     b.store(p_tensor, p)
-    b.store(prev_tensor, (prev_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(prev_codes_tensor, (prev_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(prev_scale_tensor, (prev_up >> 15).to(torch.int16))
-    b.store(step_size_tensor, step_size_code.to(torch.uint8))
+    b.store(step_size_codes_tensor, step_size_code.to(torch.uint8))
     b.store_per_block(step_size_range_tensor, step_size_header.to(torch.int16))
 
 
@@ -141,7 +141,7 @@ def rprop_float32_small(
 
 
 def rprop_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, prev_tensor, prev_scale_tensor, step_size_tensor,
+    p_tensor, g_tensor, weight_low_tensor, prev_codes_tensor, prev_scale_tensor, step_size_codes_tensor,
     step_size_range_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
     where_lt_one_t_zero_lr, step_key, stream_key, place=None,
 ):
@@ -162,7 +162,7 @@ def rprop_bfloat16(
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 0x7fffffff
     prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
-    prev_code = b.elements(prev_tensor)
+    prev_code = b.elements(prev_codes_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
     prev_code = prev_code - 128.0
@@ -174,7 +174,7 @@ def rprop_bfloat16(
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
     step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
-    step_size_code = b.elements(step_size_tensor)
+    step_size_code = b.elements(step_size_codes_tensor)
     step_size_piece = step_size_code.to(torch.int32)
     step_size_value = (step_size_middle + step_size_piece * step_size_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -227,9 +227,9 @@ def rprop_bfloat16(
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(prev_tensor, (prev_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(prev_codes_tensor, (prev_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(prev_scale_tensor, (prev_up >> 15).to(torch.int16))
-    b.store(step_size_tensor, step_size_code.to(torch.uint8))
+    b.store(step_size_codes_tensor, step_size_code.to(torch.uint8))
     b.store_per_block(step_size_range_tensor, step_size_header.to(torch.int16))
 
 
@@ -281,7 +281,7 @@ def rprop_bfloat16_small(
 
 
 def rprop_float16(
-    p_tensor, g_tensor, weight_low_tensor, prev_tensor, prev_scale_tensor, step_size_tensor,
+    p_tensor, g_tensor, weight_low_tensor, prev_codes_tensor, prev_scale_tensor, step_size_codes_tensor,
     step_size_range_tensor, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
     where_lt_one_t_zero_lr, step_key, stream_key, place=None,
 ):
@@ -308,7 +308,7 @@ def rprop_float16(
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 0x7fffffff
     prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
-    prev_code = b.elements(prev_tensor)
+    prev_code = b.elements(prev_codes_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
     prev_code = prev_code - 128.0
@@ -320,7 +320,7 @@ def rprop_float16(
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
     step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
-    step_size_code = b.elements(step_size_tensor)
+    step_size_code = b.elements(step_size_codes_tensor)
     step_size_piece = step_size_code.to(torch.int32)
     step_size_value = (step_size_middle + step_size_piece * step_size_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -383,9 +383,9 @@ def rprop_float16(
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(prev_tensor, (prev_exact.round().to(torch.int32) + 128).to(torch.uint8))
+    b.store(prev_codes_tensor, (prev_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(prev_scale_tensor, (prev_up >> 15).to(torch.int16))
-    b.store(step_size_tensor, step_size_code.to(torch.uint8))
+    b.store(step_size_codes_tensor, step_size_code.to(torch.uint8))
     b.store_per_block(step_size_range_tensor, step_size_header.to(torch.int16))
 
 
@@ -452,7 +452,9 @@ def rprop_float16_small(
     b.store(step_size_tensor, step_size)
 
 
-def rprop_float32_decode(p_tensor, prev_tensor, prev_scale_tensor, step_size_tensor, step_size_range_tensor):
+def rprop_float32_decode(
+    p_tensor, prev_codes_tensor, prev_scale_tensor, step_size_codes_tensor, step_size_range_tensor,
+):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -460,7 +462,7 @@ def rprop_float32_decode(p_tensor, prev_tensor, prev_scale_tensor, step_size_ten
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 0x7fffffff
     prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
-    prev_code = b.elements(prev_tensor)
+    prev_code = b.elements(prev_codes_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
     prev_code = prev_code - 128.0
@@ -472,7 +474,7 @@ def rprop_float32_decode(p_tensor, prev_tensor, prev_scale_tensor, step_size_ten
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
     step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
-    step_size_code = b.elements(step_size_tensor)
+    step_size_code = b.elements(step_size_codes_tensor)
     step_size_piece = step_size_code.to(torch.int32)
     step_size_value = (step_size_middle + step_size_piece * step_size_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -512,9 +514,9 @@ def rprop_float32_encode(values):
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     return {
         "p": b.flat(in_p),
-        "prev": b.flat((prev_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "prev_codes": b.flat((prev_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "prev_scale": b.flat_per_block((prev_up >> 15).to(torch.int16)),
-        "step_size": b.flat(step_size_code.to(torch.uint8)),
+        "step_size_codes": b.flat(step_size_code.to(torch.uint8)),
         "step_size_range": b.flat_per_block(step_size_header.to(torch.int16)),
     }
 
@@ -546,7 +548,8 @@ def rprop_float32_small_encode(values):
 
 
 def rprop_bfloat16_decode(
-    p_tensor, weight_low_tensor, prev_tensor, prev_scale_tensor, step_size_tensor, step_size_range_tensor,
+    p_tensor, weight_low_tensor, prev_codes_tensor, prev_scale_tensor, step_size_codes_tensor,
+    step_size_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -559,7 +562,7 @@ def rprop_bfloat16_decode(
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 0x7fffffff
     prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
-    prev_code = b.elements(prev_tensor)
+    prev_code = b.elements(prev_codes_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
     prev_code = prev_code - 128.0
@@ -571,7 +574,7 @@ def rprop_bfloat16_decode(
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
     step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
-    step_size_code = b.elements(step_size_tensor)
+    step_size_code = b.elements(step_size_codes_tensor)
     step_size_piece = step_size_code.to(torch.int32)
     step_size_value = (step_size_middle + step_size_piece * step_size_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -614,9 +617,9 @@ def rprop_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "prev": b.flat((prev_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "prev_codes": b.flat((prev_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "prev_scale": b.flat_per_block((prev_up >> 15).to(torch.int16)),
-        "step_size": b.flat(step_size_code.to(torch.uint8)),
+        "step_size_codes": b.flat(step_size_code.to(torch.uint8)),
         "step_size_range": b.flat_per_block(step_size_header.to(torch.int16)),
     }
 
@@ -655,7 +658,8 @@ def rprop_bfloat16_small_encode(values):
 
 
 def rprop_float16_decode(
-    p_tensor, weight_low_tensor, prev_tensor, prev_scale_tensor, step_size_tensor, step_size_range_tensor,
+    p_tensor, weight_low_tensor, prev_codes_tensor, prev_scale_tensor, step_size_codes_tensor,
+    step_size_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -674,7 +678,7 @@ def rprop_float16_decode(
     prev_scale_bits = prev_scale.to(torch.int32) << 15
     prev_scale_bits = prev_scale_bits & 0x7fffffff
     prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
-    prev_code = b.elements(prev_tensor)
+    prev_code = b.elements(prev_codes_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
     prev_code = prev_code - 128.0
@@ -686,7 +690,7 @@ def rprop_float16_decode(
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
     step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
-    step_size_code = b.elements(step_size_tensor)
+    step_size_code = b.elements(step_size_codes_tensor)
     step_size_piece = step_size_code.to(torch.int32)
     step_size_value = (step_size_middle + step_size_piece * step_size_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -739,9 +743,9 @@ def rprop_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "prev": b.flat((prev_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "prev_codes": b.flat((prev_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "prev_scale": b.flat_per_block((prev_up >> 15).to(torch.int16)),
-        "step_size": b.flat(step_size_code.to(torch.uint8)),
+        "step_size_codes": b.flat(step_size_code.to(torch.uint8)),
         "step_size_range": b.flat_per_block(step_size_header.to(torch.int16)),
     }
 

@@ -29,9 +29,9 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def rprop_float32_tile(
-    p_ptr, g_ptr, prev_ptr, prev_scale_ptr, step_size_ptr, step_size_range_ptr, at, at_block, live,
-    live_block, index, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, prev_codes_ptr, prev_scale_ptr, step_size_codes_ptr, step_size_range_ptr, at, at_block,
+    live, live_block, index, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+    where_lt_one_t_zero_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -40,7 +40,7 @@ def rprop_float32_tile(
     prev_scale_bits = prev_scale_bits & 0x7fffffff
     prev_scale = tl.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).to(tl.float32, bitcast=True)
     g = widened(get(g_ptr, at, live, MASKED))
-    prev_code = get(prev_ptr, at, live, MASKED)
+    prev_code = get(prev_codes_ptr, at, live, MASKED)
     prev_code = counter(prev_code) - 8388736.0
     prev_bend = tl.abs(prev_code)
     g_2 = grad_scale * g
@@ -50,7 +50,7 @@ def rprop_float32_tile(
     step_size_step = tl.fma(4194304.0, inverse(step_size_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
-    step_size_code = get(step_size_ptr, at, live, MASKED)
+    step_size_code = get(step_size_codes_ptr, at, live, MASKED)
     step_size_piece = apart(step_size_code)
     step_size_value = (step_size_middle[:, None] + step_size_piece * step_size_step[:, None]).to(tl.float32, bitcast=True)
     p = get(p_ptr, at, live, MASKED)
@@ -76,7 +76,7 @@ def rprop_float32_tile(
     put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
     prev_divisor = tl.minimum(prev_up & 0x7fff8000, 0x7f7fffff)
     prev_divisor_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_abs, prev_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(prev_codes_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_abs, prev_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
     step_size_largest = tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 0x20000000), 0x5f700000)
     step_size_above = (step_size_largest + 0x80000 >> 22) + 1
@@ -100,7 +100,7 @@ def rprop_float32_tile(
     step_size_half_add = step_size_half * step_size_scale - 0x800000
     step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + step_size_half_add[:, None]
     step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], step_size_base_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
-    put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
+    put(step_size_codes_ptr, at, byte(step_size_position, 3), live, MASKED)
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
@@ -118,9 +118,9 @@ def rprop_float32(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    prev_ptr = pointer(row + 2, tl.uint8, ALIGNED)                    # uint8 [n]  read and written
+    prev_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     prev_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)              # int16 [blocks of 64]  read and written
-    step_size_ptr = pointer(row + 4, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    step_size_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     step_size_range_ptr = pointer(row + 5, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -146,9 +146,9 @@ def rprop_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rprop_float32_tile(
-                p_ptr, g_ptr, prev_ptr, prev_scale_ptr, step_size_ptr, step_size_range_ptr, where, block, live,
-                live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, prev_codes_ptr, prev_scale_ptr, step_size_codes_ptr, step_size_range_ptr, where, block,
+                live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -157,9 +157,9 @@ def rprop_float32(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        prev_ptr += origin
+        prev_codes_ptr += origin
         prev_scale_ptr += first * BLOCKS
-        step_size_ptr += origin
+        step_size_codes_ptr += origin
         step_size_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -168,8 +168,8 @@ def rprop_float32(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 rprop_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
-                    prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, step_size_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_codes_ptr + start + odd * TILE,
+                    prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, step_size_codes_ptr + start + odd * TILE,
                     step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, False,
@@ -181,8 +181,8 @@ def rprop_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rprop_float32_tile(
-                p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + full * BLOCKS + part * FEW,
-                step_size_ptr + start, step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                p_ptr + start, g_ptr + start, prev_codes_ptr + start, prev_scale_ptr + full * BLOCKS + part * FEW,
+                step_size_codes_ptr + start, step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
@@ -262,8 +262,8 @@ def rprop_float32_small(
 
 @triton.jit
 def rprop_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, prev_ptr, prev_scale_ptr, step_size_ptr, step_size_range_ptr, at, at_block,
-    live, live_block, index, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, prev_codes_ptr, prev_scale_ptr, step_size_codes_ptr, step_size_range_ptr,
+    at, at_block, live, live_block, index, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
     where_lt_one_t_zero_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -274,7 +274,7 @@ def rprop_bfloat16_tile(
     prev_scale = tl.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
-    prev_code = get(prev_ptr, at, live, MASKED)
+    prev_code = get(prev_codes_ptr, at, live, MASKED)
     prev_code = counter(prev_code) - 8388736.0
     prev_bend = tl.abs(prev_code)
     g = grad_scale * g_cast
@@ -284,7 +284,7 @@ def rprop_bfloat16_tile(
     step_size_step = tl.fma(4194304.0, inverse(step_size_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
-    step_size_code = get(step_size_ptr, at, live, MASKED)
+    step_size_code = get(step_size_codes_ptr, at, live, MASKED)
     step_size_piece = apart(step_size_code)
     step_size_value = (step_size_middle[:, None] + step_size_piece * step_size_step[:, None]).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -324,7 +324,7 @@ def rprop_bfloat16_tile(
     put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
     prev_divisor = tl.minimum(prev_up & 0x7fff8000, 0x7f7fffff)
     prev_divisor_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_abs, prev_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(prev_codes_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_abs, prev_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
     step_size_largest = tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 0x20000000), 0x5f700000)
     step_size_above = (step_size_largest + 0x80000 >> 22) + 1
@@ -340,7 +340,7 @@ def rprop_bfloat16_tile(
     step_size_half_add = step_size_half * step_size_scale - 0x800000
     step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + step_size_half_add[:, None]
     step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], step_size_base_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
-    put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
+    put(step_size_codes_ptr, at, byte(step_size_position, 3), live, MASKED)
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
@@ -359,9 +359,9 @@ def rprop_bfloat16(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    prev_ptr = pointer(row + 3, tl.uint8, ALIGNED)                    # uint8 [n]  read and written
+    prev_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     prev_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)              # int16 [blocks of 64]  read and written
-    step_size_ptr = pointer(row + 5, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    step_size_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     step_size_range_ptr = pointer(row + 6, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -387,8 +387,8 @@ def rprop_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rprop_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, prev_ptr, prev_scale_ptr, step_size_ptr, step_size_range_ptr, where, block,
-                live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                p_ptr, g_ptr, weight_low_ptr, prev_codes_ptr, prev_scale_ptr, step_size_codes_ptr, step_size_range_ptr,
+                where, block, live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
     else:
@@ -399,9 +399,9 @@ def rprop_bfloat16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        prev_ptr += origin
+        prev_codes_ptr += origin
         prev_scale_ptr += first * BLOCKS
-        step_size_ptr += origin
+        step_size_codes_ptr += origin
         step_size_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -411,8 +411,8 @@ def rprop_bfloat16(
             for odd in tl.static_range(2):
                 rprop_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    prev_codes_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    step_size_codes_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min,
                     step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
@@ -423,8 +423,8 @@ def rprop_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rprop_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
-                prev_scale_ptr + full * BLOCKS + part * FEW, step_size_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_codes_ptr + start,
+                prev_scale_ptr + full * BLOCKS + part * FEW, step_size_codes_ptr + start,
                 step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, True,
@@ -542,8 +542,8 @@ def rprop_bfloat16_small(
 
 @triton.jit
 def rprop_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, prev_ptr, prev_scale_ptr, step_size_ptr, step_size_range_ptr, at, at_block,
-    live, live_block, index, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+    p_ptr, g_ptr, weight_low_ptr, prev_codes_ptr, prev_scale_ptr, step_size_codes_ptr, step_size_range_ptr,
+    at, at_block, live, live_block, index, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
     where_lt_one_t_zero_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -554,7 +554,7 @@ def rprop_float16_tile(
     prev_scale = tl.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
-    prev_code = get(prev_ptr, at, live, MASKED)
+    prev_code = get(prev_codes_ptr, at, live, MASKED)
     prev_code = counter(prev_code) - 8388736.0
     prev_bend = tl.abs(prev_code)
     g = grad_scale * g_cast
@@ -564,7 +564,7 @@ def rprop_float16_tile(
     step_size_step = tl.fma(4194304.0, inverse(step_size_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
-    step_size_code = get(step_size_ptr, at, live, MASKED)
+    step_size_code = get(step_size_codes_ptr, at, live, MASKED)
     step_size_piece = apart(step_size_code)
     step_size_value = (step_size_middle[:, None] + step_size_piece * step_size_step[:, None]).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -620,7 +620,7 @@ def rprop_float16_tile(
     put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
     prev_divisor = tl.minimum(prev_up & 0x7fff8000, 0x7f7fffff)
     prev_divisor_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_abs, prev_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    put(prev_codes_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_abs, prev_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
     step_size_largest = tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 0x20000000), 0x5f700000)
     step_size_above = (step_size_largest + 0x80000 >> 22) + 1
@@ -636,7 +636,7 @@ def rprop_float16_tile(
     step_size_half_add = step_size_half * step_size_scale - 0x800000
     step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + step_size_half_add[:, None]
     step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], step_size_base_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
-    put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
+    put(step_size_codes_ptr, at, byte(step_size_position, 3), live, MASKED)
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
@@ -655,9 +655,9 @@ def rprop_float16(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    prev_ptr = pointer(row + 3, tl.uint8, ALIGNED)                    # uint8 [n]  read and written
+    prev_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     prev_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)              # int16 [blocks of 64]  read and written
-    step_size_ptr = pointer(row + 5, tl.uint8, ALIGNED)               # uint8 [n]  read and written
+    step_size_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
     step_size_range_ptr = pointer(row + 6, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -683,8 +683,8 @@ def rprop_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             rprop_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, prev_ptr, prev_scale_ptr, step_size_ptr, step_size_range_ptr, where, block,
-                live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                p_ptr, g_ptr, weight_low_ptr, prev_codes_ptr, prev_scale_ptr, step_size_codes_ptr, step_size_range_ptr,
+                where, block, live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
     else:
@@ -695,9 +695,9 @@ def rprop_float16(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        prev_ptr += origin
+        prev_codes_ptr += origin
         prev_scale_ptr += first * BLOCKS
-        step_size_ptr += origin
+        step_size_codes_ptr += origin
         step_size_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -707,8 +707,8 @@ def rprop_float16(
             for odd in tl.static_range(2):
                 rprop_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    prev_codes_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    step_size_codes_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min,
                     step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
@@ -719,8 +719,8 @@ def rprop_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             rprop_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
-                prev_scale_ptr + full * BLOCKS + part * FEW, step_size_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_codes_ptr + start,
+                prev_scale_ptr + full * BLOCKS + part * FEW, step_size_codes_ptr + start,
                 step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, True,

@@ -74,7 +74,7 @@ VARIANTS = (
         flags={},
         fields=(
             Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
             Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
@@ -118,7 +118,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
             Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),
@@ -163,7 +163,7 @@ VARIANTS = (
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
             Field("z", "float32", per=1, zero=0, state="z"),
-            Field("exp_avg_sq", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
+            Field("exp_avg_sq_codes", "uint8", per=1, zero=0, state="exp_avg_sq", nonneg=True),
             Field("exp_avg_sq_range", "int16", per=64, zero=0, state="exp_avg_sq", least=4, most=65023, low=0x8000000000000000000000000000000100000000002000010008041112affff0),
         ),
         scalars=('beta2', 'eps', 'weight_decay', 'grad_scale', 'one_minus_beta2', 'sqrt_one_minus_beta2_pow_t', 'c', 'scalar_3', 'rate'),

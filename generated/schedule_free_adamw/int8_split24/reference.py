@@ -23,7 +23,7 @@ from optgen.runtime.eager import Blocks, block_max, block_min, quotient, rotl, s
 
 
 def schedule_free_adamw_float32(
-    p_tensor, g_tensor, z_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, beta2, eps, weight_decay,
+    p_tensor, g_tensor, z_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, beta2, eps, weight_decay,
     grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate, step_key, stream_key,
     place=None,
 ):
@@ -44,7 +44,7 @@ def schedule_free_adamw_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -86,7 +86,7 @@ def schedule_free_adamw_float32(
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
     b.store(z_tensor, z)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -121,8 +121,8 @@ def schedule_free_adamw_float32_small(
 
 
 def schedule_free_adamw_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, z_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, beta2, eps,
-    weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate, step_key,
+    p_tensor, g_tensor, weight_low_tensor, z_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, beta2,
+    eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate, step_key,
     stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -146,7 +146,7 @@ def schedule_free_adamw_bfloat16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -191,7 +191,7 @@ def schedule_free_adamw_bfloat16(
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(z_tensor, z)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -241,8 +241,8 @@ def schedule_free_adamw_bfloat16_small(
 
 
 def schedule_free_adamw_float16(
-    p_tensor, g_tensor, weight_low_tensor, z_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor, beta2, eps,
-    weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate, step_key,
+    p_tensor, g_tensor, weight_low_tensor, z_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, beta2,
+    eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, c, scalar_3, rate, step_key,
     stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -272,7 +272,7 @@ def schedule_free_adamw_float16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -327,7 +327,7 @@ def schedule_free_adamw_float16(
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(z_tensor, z)
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
 
@@ -392,7 +392,7 @@ def schedule_free_adamw_float16_small(
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
 
-def schedule_free_adamw_float32_decode(p_tensor, z_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor):
+def schedule_free_adamw_float32_decode(p_tensor, z_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -403,7 +403,7 @@ def schedule_free_adamw_float32_decode(p_tensor, z_tensor, exp_avg_sq_tensor, ex
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -437,7 +437,7 @@ def schedule_free_adamw_float32_encode(values):
     return {
         "p": b.flat(in_p),
         "z": b.flat(in_z),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -469,7 +469,7 @@ def schedule_free_adamw_float32_small_encode(values):
 
 
 def schedule_free_adamw_bfloat16_decode(
-    p_tensor, weight_low_tensor, z_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, z_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -485,7 +485,7 @@ def schedule_free_adamw_bfloat16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -522,7 +522,7 @@ def schedule_free_adamw_bfloat16_encode(values):
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
         "z": b.flat(in_z),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -561,7 +561,7 @@ def schedule_free_adamw_bfloat16_small_encode(values):
 
 
 def schedule_free_adamw_float16_decode(
-    p_tensor, weight_low_tensor, z_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
+    p_tensor, weight_low_tensor, z_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -583,7 +583,7 @@ def schedule_free_adamw_float16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -630,7 +630,7 @@ def schedule_free_adamw_float16_encode(values):
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
         "z": b.flat(in_z),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 

@@ -29,8 +29,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def schedule_free_adamw_float32_tile(
-    p_ptr, g_ptr, z_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, index, beta2,
-    weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+    p_ptr, g_ptr, z_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block, live, live_block, index,
+    beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
     eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -43,7 +43,7 @@ def schedule_free_adamw_float32_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -84,7 +84,7 @@ def schedule_free_adamw_float32_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -104,7 +104,7 @@ def schedule_free_adamw_float32(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     z_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -130,8 +130,8 @@ def schedule_free_adamw_float32(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             schedule_free_adamw_float32_tile(
-                p_ptr, g_ptr, z_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number, beta2,
-                weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+                p_ptr, g_ptr, z_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, number,
+                beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
                 eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, True,
             )
     else:
@@ -142,7 +142,7 @@ def schedule_free_adamw_float32(
         p_ptr += origin
         g_ptr += origin
         z_ptr += origin
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -152,7 +152,7 @@ def schedule_free_adamw_float32(
             for odd in tl.static_range(2):
                 schedule_free_adamw_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, z_ptr + start + odd * TILE,
-                    exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
+                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
@@ -164,7 +164,7 @@ def schedule_free_adamw_float32(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             schedule_free_adamw_float32_tile(
-                p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta2, weight_decay, scalar_0,
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
@@ -247,7 +247,7 @@ def schedule_free_adamw_float32_small(
 
 @triton.jit
 def schedule_free_adamw_bfloat16_tile(
-    p_ptr, g_ptr, weight_low_ptr, z_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, z_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block, live,
     live_block, index, beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
     eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -264,7 +264,7 @@ def schedule_free_adamw_bfloat16_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -309,7 +309,7 @@ def schedule_free_adamw_bfloat16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -330,7 +330,7 @@ def schedule_free_adamw_bfloat16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     z_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -356,7 +356,7 @@ def schedule_free_adamw_bfloat16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             schedule_free_adamw_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, z_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, z_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live,
                 live_block, number, beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
                 eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, True,
             )
@@ -369,7 +369,7 @@ def schedule_free_adamw_bfloat16(
         g_ptr += origin
         weight_low_ptr += origin
         z_ptr += origin
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -379,7 +379,7 @@ def schedule_free_adamw_bfloat16(
             for odd in tl.static_range(2):
                 schedule_free_adamw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                    z_ptr + start + odd * TILE, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
@@ -392,7 +392,7 @@ def schedule_free_adamw_bfloat16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             schedule_free_adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta2, weight_decay, scalar_0,
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
@@ -513,7 +513,7 @@ def schedule_free_adamw_bfloat16_small(
 
 @triton.jit
 def schedule_free_adamw_float16_tile(
-    p_ptr, g_ptr, weight_low_ptr, z_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, z_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block, live,
     live_block, index, beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
     eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -537,7 +537,7 @@ def schedule_free_adamw_float16_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -591,7 +591,7 @@ def schedule_free_adamw_float16_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
@@ -612,7 +612,7 @@ def schedule_free_adamw_float16(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     z_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -638,7 +638,7 @@ def schedule_free_adamw_float16(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             schedule_free_adamw_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, z_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, z_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live,
                 live_block, number, beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
                 eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, True,
             )
@@ -651,7 +651,7 @@ def schedule_free_adamw_float16(
         g_ptr += origin
         weight_low_ptr += origin
         z_ptr += origin
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -661,7 +661,7 @@ def schedule_free_adamw_float16(
             for odd in tl.static_range(2):
                 schedule_free_adamw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                    z_ptr + start + odd * TILE, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
@@ -674,7 +674,7 @@ def schedule_free_adamw_float16(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             schedule_free_adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), beta2, weight_decay, scalar_0,
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,

@@ -165,7 +165,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -207,7 +207,7 @@ VARIANTS = (
         flags={'nesterov': False, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -250,7 +250,7 @@ VARIANTS = (
         flags={'nesterov': False, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -292,7 +292,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -334,7 +334,7 @@ VARIANTS = (
         flags={'nesterov': True, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),
@@ -377,7 +377,7 @@ VARIANTS = (
         flags={'nesterov': True, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'weight_decay', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one'),

@@ -266,8 +266,9 @@ def sgd_float16(
 
 @triton.jit
 def sgd_float32_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    index, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -275,7 +276,7 @@ def sgd_float32_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p = get(p_ptr, at, live, MASKED)
@@ -303,7 +304,7 @@ def sgd_float32_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -318,7 +319,7 @@ def sgd_float32_has_momentum(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -344,8 +345,8 @@ def sgd_float32_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgd_float32_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
+                number, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -354,7 +355,7 @@ def sgd_float32_has_momentum(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -363,7 +364,7 @@ def sgd_float32_has_momentum(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgd_float32_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
                     step_key, stream_key, False,
@@ -375,7 +376,7 @@ def sgd_float32_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgd_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
                 stream_key, True,
@@ -443,7 +444,7 @@ def sgd_float32_has_momentum_small(
 
 @triton.jit
 def sgd_bfloat16_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -453,7 +454,7 @@ def sgd_bfloat16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -487,7 +488,7 @@ def sgd_bfloat16_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -503,7 +504,7 @@ def sgd_bfloat16_has_momentum(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -529,7 +530,7 @@ def sgd_bfloat16_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgd_bfloat16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
                 True,
             )
@@ -541,7 +542,7 @@ def sgd_bfloat16_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -551,9 +552,10 @@ def sgd_bfloat16_has_momentum(
             for odd in tl.static_range(2):
                 sgd_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
-                    scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                    step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -562,7 +564,7 @@ def sgd_bfloat16_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgd_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
                 stream_key, True,
@@ -666,7 +668,7 @@ def sgd_bfloat16_has_momentum_small(
 
 @triton.jit
 def sgd_float16_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -676,7 +678,7 @@ def sgd_float16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -726,7 +728,7 @@ def sgd_float16_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -742,7 +744,7 @@ def sgd_float16_has_momentum(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -768,7 +770,7 @@ def sgd_float16_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgd_float16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key,
                 True,
             )
@@ -780,7 +782,7 @@ def sgd_float16_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -790,9 +792,10 @@ def sgd_float16_has_momentum(
             for odd in tl.static_range(2):
                 sgd_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
-                    scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                    step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -801,7 +804,7 @@ def sgd_float16_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgd_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
                 stream_key, True,
@@ -921,9 +924,9 @@ def sgd_float16_has_momentum_small(
 
 @triton.jit
 def sgd_float32_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-    minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    index, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -934,7 +937,7 @@ def sgd_float32_nesterov_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgd.py)
@@ -963,7 +966,7 @@ def sgd_float32_nesterov_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -979,7 +982,7 @@ def sgd_float32_nesterov_has_momentum(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -1005,9 +1008,9 @@ def sgd_float32_nesterov_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgd_float32_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
+                number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1016,7 +1019,7 @@ def sgd_float32_nesterov_has_momentum(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1025,7 +1028,7 @@ def sgd_float32_nesterov_has_momentum(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgd_float32_nesterov_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
@@ -1038,7 +1041,7 @@ def sgd_float32_nesterov_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgd_float32_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
@@ -1115,7 +1118,7 @@ def sgd_float32_nesterov_has_momentum_small(
 
 @triton.jit
 def sgd_bfloat16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
     where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1131,7 +1134,7 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgd.py)
@@ -1163,7 +1166,7 @@ def sgd_bfloat16_nesterov_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1180,7 +1183,7 @@ def sgd_bfloat16_nesterov_has_momentum(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -1206,7 +1209,7 @@ def sgd_bfloat16_nesterov_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgd_bfloat16_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
@@ -1218,7 +1221,7 @@ def sgd_bfloat16_nesterov_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1228,10 +1231,11 @@ def sgd_bfloat16_nesterov_has_momentum(
             for odd in tl.static_range(2):
                 sgd_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay,
-                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
-                    stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1240,7 +1244,7 @@ def sgd_bfloat16_nesterov_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgd_bfloat16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
@@ -1355,7 +1359,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
 
 @triton.jit
 def sgd_float16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
     where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1378,7 +1382,7 @@ def sgd_float16_nesterov_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgd.py)
@@ -1419,7 +1423,7 @@ def sgd_float16_nesterov_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1436,7 +1440,7 @@ def sgd_float16_nesterov_has_momentum(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -1462,7 +1466,7 @@ def sgd_float16_nesterov_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgd_float16_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
@@ -1474,7 +1478,7 @@ def sgd_float16_nesterov_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1484,10 +1488,11 @@ def sgd_float16_nesterov_has_momentum(
             for odd in tl.static_range(2):
                 sgd_float16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay,
-                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
-                    stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1496,7 +1501,7 @@ def sgd_float16_nesterov_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgd_float16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,

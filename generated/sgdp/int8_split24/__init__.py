@@ -119,7 +119,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': False, 'projected': True},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
@@ -219,7 +219,7 @@ VARIANTS = (
         flags={'nesterov': False, 'projected': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
@@ -320,7 +320,7 @@ VARIANTS = (
         flags={'nesterov': False, 'projected': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
@@ -420,7 +420,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': False, 'projected': False},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
@@ -462,7 +462,7 @@ VARIANTS = (
         flags={'nesterov': False, 'projected': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
@@ -505,7 +505,7 @@ VARIANTS = (
         flags={'nesterov': False, 'projected': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
@@ -547,7 +547,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': True, 'projected': True},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
@@ -647,7 +647,7 @@ VARIANTS = (
         flags={'nesterov': True, 'projected': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
@@ -748,7 +748,7 @@ VARIANTS = (
         flags={'nesterov': True, 'projected': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('momentum', 'grad_scale', 'one_minus_dampening', 'eps', 'delta', 'lr', 'one_minus_wd_ratio', 'weight_decay_2'),
@@ -848,7 +848,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': True, 'projected': False},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
@@ -890,7 +890,7 @@ VARIANTS = (
         flags={'nesterov': True, 'projected': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),
@@ -933,7 +933,7 @@ VARIANTS = (
         flags={'nesterov': True, 'projected': False},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_dampening', 'scalar_1'),

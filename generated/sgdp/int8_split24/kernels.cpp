@@ -34,7 +34,7 @@ struct sgdp_float32_no_projected {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
@@ -82,7 +82,7 @@ struct sgdp_float32_no_projected {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F p = load(p_at + i);
@@ -116,14 +116,14 @@ struct sgdp_float32_no_projected {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -180,7 +180,7 @@ struct sgdp_bfloat16_no_projected {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
@@ -229,7 +229,7 @@ struct sgdp_bfloat16_no_projected {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
@@ -276,14 +276,14 @@ struct sgdp_bfloat16_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -366,7 +366,7 @@ struct sgdp_float16_no_projected {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
@@ -415,7 +415,7 @@ struct sgdp_float16_no_projected {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
@@ -480,14 +480,14 @@ struct sgdp_float16_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -587,7 +587,7 @@ struct sgdp_float32_nesterov_no_projected {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
@@ -637,7 +637,7 @@ struct sgdp_float32_nesterov_no_projected {
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
@@ -670,14 +670,14 @@ struct sgdp_float32_nesterov_no_projected {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -738,7 +738,7 @@ struct sgdp_bfloat16_nesterov_no_projected {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
@@ -789,7 +789,7 @@ struct sgdp_bfloat16_nesterov_no_projected {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -839,14 +839,14 @@ struct sgdp_bfloat16_nesterov_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -933,7 +933,7 @@ struct sgdp_float16_nesterov_no_projected {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F one_minus_dampening_times_grad_scale(scalars[1]);
@@ -984,7 +984,7 @@ struct sgdp_float16_nesterov_no_projected {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -1052,14 +1052,14 @@ struct sgdp_float16_nesterov_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1156,7 +1156,7 @@ struct sgdp_float32_1 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // momentum_buffer_scale
         {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
@@ -1175,7 +1175,7 @@ struct sgdp_float32_1 {
         const float *__restrict p_at = (const float *)at[0];              // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_invariant_at = (float *)at[4];      // float32 [row]  for row_sum
         float *__restrict row_sum_for_invariant_2_at = (float *)at[5];    // float32 [row]  for row_sum
@@ -1227,7 +1227,7 @@ struct sgdp_float32_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F p = load(p_at + i);
@@ -1262,14 +1262,14 @@ struct sgdp_float32_1 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1497,7 +1497,7 @@ struct sgdp_float32_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // momentum_buffer
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // momentum_buffer_scale
         {19, -1, 4, WHOLE, true, false, NONE, 3},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 4},  // row_sum_of_p_over_row_mul_3_2
@@ -1505,8 +1505,9 @@ struct sgdp_float32_7 {
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                                // float32 [n]  read and written
-        const uint8_t *__restrict momentum_buffer_at = (const uint8_t *)at[1];  // uint8 [n]  read
+        float *__restrict p_at = (float *)at[0];  // float32 [n]  read and written
+        // uint8 [n]  read
+        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[1];
         // int16 [blocks of 64]  read
         const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[2];
         // float32 [tensor]  read
@@ -1529,12 +1530,12 @@ struct sgdp_float32_7 {
         // -- elements: decode, update  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F momentum_buffer_value = momentum_buffer_scale_2 * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend));
@@ -1856,7 +1857,7 @@ struct sgdp_bfloat16_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
@@ -1876,7 +1877,7 @@ struct sgdp_bfloat16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];         // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];   // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];   // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_invariant_at = (float *)at[5];       // float32 [row]  for row_sum
         float *__restrict row_sum_for_invariant_2_at = (float *)at[6];     // float32 [row]  for row_sum
@@ -1929,7 +1930,7 @@ struct sgdp_bfloat16_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const U16 p_stored = raw(p_at + i);
@@ -1967,14 +1968,14 @@ struct sgdp_bfloat16_1 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -2207,7 +2208,7 @@ struct sgdp_bfloat16_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // momentum_buffer_scale
         {20, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_momentum_buffer_over_row_mul_3_2
@@ -2215,9 +2216,10 @@ struct sgdp_bfloat16_7 {
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                          // bfloat16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                   // uint8 [n]  read and written
-        const uint8_t *__restrict momentum_buffer_at = (const uint8_t *)at[2];  // uint8 [n]  read
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];  // uint8 [n]  read and written
+        // uint8 [n]  read
+        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[2];
         // int16 [blocks of 64]  read
         const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[3];
         // float32 [tensor]  read
@@ -2258,7 +2260,7 @@ struct sgdp_bfloat16_7 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2267,7 +2269,7 @@ struct sgdp_bfloat16_7 {
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F momentum_buffer_value = momentum_buffer_scale_2 * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend));
@@ -2558,7 +2560,7 @@ struct sgdp_float16_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
@@ -2578,7 +2580,7 @@ struct sgdp_float16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];         // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];   // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];   // int16 [blocks of 64]  read and written
         float *__restrict row_sum_for_invariant_at = (float *)at[5];       // float32 [row]  for row_sum
         float *__restrict row_sum_for_invariant_2_at = (float *)at[6];     // float32 [row]  for row_sum
@@ -2632,7 +2634,7 @@ struct sgdp_float16_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -2688,14 +2690,14 @@ struct sgdp_float16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -2711,7 +2713,7 @@ struct sgdp_float16_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // momentum_buffer_scale
         {20, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_momentum_buffer_over_row_mul_3_2
@@ -2719,9 +2721,10 @@ struct sgdp_float16_7 {
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];                          // float16 [n]  read and written
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                   // uint8 [n]  read and written
-        const uint8_t *__restrict momentum_buffer_at = (const uint8_t *)at[2];  // uint8 [n]  read
+        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[1];  // uint8 [n]  read and written
+        // uint8 [n]  read
+        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[2];
         // int16 [blocks of 64]  read
         const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[3];
         // float32 [tensor]  read
@@ -2762,7 +2765,7 @@ struct sgdp_float16_7 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -2779,7 +2782,7 @@ struct sgdp_float16_7 {
                 const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F momentum_buffer_value = momentum_buffer_scale_2 * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend));
@@ -2961,7 +2964,7 @@ struct sgdp_float32_nesterov_1 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // momentum_buffer
+        {2, -1, 1, ELEMENT, true, false, NONE, 2},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 3},  // momentum_buffer_scale
         {4, 21, 4, ROW, false, true, TOTAL, 4},  // row_sum_for_invariant
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant_2
@@ -2971,16 +2974,17 @@ struct sgdp_float32_nesterov_1 {
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const float *__restrict p_at = (const float *)at[0];                    // float32 [n]  read
+        const float *__restrict p_at = (const float *)at[0];            // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict momentum_buffer_at = (const uint8_t *)at[2];  // uint8 [n]  read
+        // uint8 [n]  read
+        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[2];
         // int16 [blocks of 64]  read
         const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[3];
-        float *__restrict row_sum_for_invariant_at = (float *)at[4];            // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[5];          // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[6];          // float32 [row]  for row_sum
-        float *__restrict row_sum_of_p_at = (float *)at[7];                     // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_at = (float *)at[4];    // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[5];  // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[6];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_p_at = (float *)at[7];             // float32 [row]  for row_sum
         const F grad_scale(known.scalars[0]);
         const F momentum_times_momentum(known.scalars[1]);
         const F scalar_1(known.scalars[2]);
@@ -3000,13 +3004,13 @@ struct sgdp_float32_nesterov_1 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 24  update = g + momentum * momentum_buffer if nesterov else momentum_buffer
@@ -3137,7 +3141,7 @@ struct sgdp_float32_nesterov_7 {
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer
+        {2, -1, 1, ELEMENT, true, true, NONE, 2},  // momentum_buffer_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // momentum_buffer_scale
         {19, -1, 4, WHOLE, true, false, NONE, 4},  // one_minus_lr_times_weight_decay_2
         {20, -1, 4, ROW, true, false, NONE, 5},  // row_sum_of_p_over_row_mul_3_2
@@ -3154,7 +3158,7 @@ struct sgdp_float32_nesterov_7 {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[4];
@@ -3210,7 +3214,7 @@ struct sgdp_float32_nesterov_7 {
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_2 = grad_scale * g;
@@ -3248,14 +3252,14 @@ struct sgdp_float32_nesterov_7 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -3477,7 +3481,7 @@ struct sgdp_bfloat16_nesterov_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // momentum_buffer_scale
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
@@ -3487,17 +3491,18 @@ struct sgdp_bfloat16_nesterov_1 {
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];              // bfloat16 [n]  read
+        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];       // uint8 [n]  read
-        const uint8_t *__restrict momentum_buffer_at = (const uint8_t *)at[3];  // uint8 [n]  read
+        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
+        // uint8 [n]  read
+        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[3];
         // int16 [blocks of 64]  read
         const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[4];
-        float *__restrict row_sum_for_invariant_at = (float *)at[5];            // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[6];          // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[7];          // float32 [row]  for row_sum
-        float *__restrict row_sum_of_update_at = (float *)at[8];                // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_at = (float *)at[5];       // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[6];     // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[7];     // float32 [row]  for row_sum
+        float *__restrict row_sum_of_update_at = (float *)at[8];           // float32 [row]  for row_sum
         const F grad_scale(known.scalars[0]);
         const F momentum_times_momentum(known.scalars[1]);
         const F scalar_1(known.scalars[2]);
@@ -3518,7 +3523,7 @@ struct sgdp_bfloat16_nesterov_1 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -3526,7 +3531,7 @@ struct sgdp_bfloat16_nesterov_1 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -3693,7 +3698,7 @@ struct sgdp_bfloat16_nesterov_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {20, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
@@ -3711,7 +3716,7 @@ struct sgdp_bfloat16_nesterov_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[5];
@@ -3769,7 +3774,7 @@ struct sgdp_bfloat16_nesterov_7 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
@@ -3823,14 +3828,14 @@ struct sgdp_bfloat16_nesterov_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -4120,7 +4125,7 @@ struct sgdp_float16_nesterov_1 {
         {0, -1, 2, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, false, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // momentum_buffer_scale
         {5, 22, 4, ROW, false, true, TOTAL, 5},  // row_sum_for_invariant
         {6, 23, 4, ROW, false, true, TOTAL, 6},  // row_sum_for_invariant_2
@@ -4130,17 +4135,18 @@ struct sgdp_float16_nesterov_1 {
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        const uint16_t *__restrict p_at = (const uint16_t *)at[0];              // float16 [n]  read
+        const uint16_t *__restrict p_at = (const uint16_t *)at[0];         // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];       // uint8 [n]  read
-        const uint8_t *__restrict momentum_buffer_at = (const uint8_t *)at[3];  // uint8 [n]  read
+        const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
+        // uint8 [n]  read
+        const uint8_t *__restrict momentum_buffer_codes_at = (const uint8_t *)at[3];
         // int16 [blocks of 64]  read
         const int16_t *__restrict momentum_buffer_scale_at = (const int16_t *)at[4];
-        float *__restrict row_sum_for_invariant_at = (float *)at[5];            // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_2_at = (float *)at[6];          // float32 [row]  for row_sum
-        float *__restrict row_sum_for_invariant_3_at = (float *)at[7];          // float32 [row]  for row_sum
-        float *__restrict row_sum_of_update_at = (float *)at[8];                // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_at = (float *)at[5];       // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_2_at = (float *)at[6];     // float32 [row]  for row_sum
+        float *__restrict row_sum_for_invariant_3_at = (float *)at[7];     // float32 [row]  for row_sum
+        float *__restrict row_sum_of_update_at = (float *)at[8];           // float32 [row]  for row_sum
         const F grad_scale(known.scalars[0]);
         const F momentum_times_momentum(known.scalars[1]);
         const F scalar_1(known.scalars[2]);
@@ -4161,7 +4167,7 @@ struct sgdp_float16_nesterov_1 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
@@ -4177,7 +4183,7 @@ struct sgdp_float16_nesterov_1 {
                 // f16 and 8 more bits, stochastic
                 const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -4203,7 +4209,7 @@ struct sgdp_float16_nesterov_7 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
-        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer
+        {3, -1, 1, ELEMENT, true, true, NONE, 3},  // momentum_buffer_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // momentum_buffer_scale
         {20, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_lr_times_weight_decay_2
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_sum_of_update_over_row_mul_3_2
@@ -4221,7 +4227,7 @@ struct sgdp_float16_nesterov_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         // float32 [tensor]  read
         const float *__restrict one_minus_lr_times_weight_decay_2_at = (const float *)at[5];
@@ -4279,7 +4285,7 @@ struct sgdp_float16_nesterov_7 {
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
                 const F g_cast = g_stored;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 23  momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
@@ -4351,14 +4357,14 @@ struct sgdp_float16_nesterov_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -4530,7 +4536,7 @@ struct sgdp_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -4616,7 +4622,7 @@ struct sgdp_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -4703,7 +4709,7 @@ struct sgdp_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -4789,7 +4795,7 @@ struct sgdp_float32_nesterov {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -4875,7 +4881,7 @@ struct sgdp_bfloat16_nesterov {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2
@@ -4962,7 +4968,7 @@ struct sgdp_float16_nesterov {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // row_sum_for_invariant
         {4, ROW},  // row_sum_for_invariant_2

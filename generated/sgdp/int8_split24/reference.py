@@ -19,7 +19,7 @@ from optgen.runtime.eager import Blocks, block_max, choose, few_max, few_sum, ro
 
 
 def sgdp_float32(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, momentum, grad_scale,
     one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key, stream_key,
     place=None,
 ):
@@ -35,7 +35,7 @@ def sgdp_float32(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -68,7 +68,7 @@ def sgdp_float32(
     row_sum_for_invariant_2_tensor = b.row_sum(p * p)
     row_sum_for_invariant_3_tensor = b.row_sum(g * g)
     row_sum_of_p_tensor = b.row_sum(p * momentum_buffer)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
     # == row: values of rows
@@ -135,7 +135,7 @@ def sgdp_float32(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -249,8 +249,8 @@ def sgdp_float32_small(
 
 
 def sgdp_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, momentum,
-    grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key,
     stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -265,7 +265,7 @@ def sgdp_bfloat16(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -302,7 +302,7 @@ def sgdp_bfloat16(
     row_sum_for_invariant_2_tensor = b.row_sum(p * p)
     row_sum_for_invariant_3_tensor = b.row_sum(g * g)
     row_sum_of_momentum_buffer_tensor = b.row_sum(p * momentum_buffer)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
     # == row: values of rows
@@ -373,7 +373,7 @@ def sgdp_bfloat16(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -517,8 +517,8 @@ def sgdp_bfloat16_small(
 
 
 def sgdp_float16(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, momentum,
-    grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key,
     stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -533,7 +533,7 @@ def sgdp_float16(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -576,7 +576,7 @@ def sgdp_float16(
     row_sum_for_invariant_2_tensor = b.row_sum(p * p)
     row_sum_for_invariant_3_tensor = b.row_sum(g * g)
     row_sum_of_momentum_buffer_tensor = b.row_sum(p * momentum_buffer)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
     # == row: values of rows
@@ -653,7 +653,7 @@ def sgdp_float16(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -829,7 +829,7 @@ def sgdp_float16_small(
 
 
 def sgdp_float32_no_projected(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
     one_minus_dampening, scalar_1, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -843,7 +843,7 @@ def sgdp_float32_no_projected(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -874,7 +874,7 @@ def sgdp_float32_no_projected(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -903,7 +903,7 @@ def sgdp_float32_no_projected_small(
 
 
 def sgdp_bfloat16_no_projected(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_dampening, scalar_1, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -921,7 +921,7 @@ def sgdp_bfloat16_no_projected(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -955,7 +955,7 @@ def sgdp_bfloat16_no_projected(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -999,7 +999,7 @@ def sgdp_bfloat16_no_projected_small(
 
 
 def sgdp_float16_no_projected(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_dampening, scalar_1, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -1023,7 +1023,7 @@ def sgdp_float16_no_projected(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1067,7 +1067,7 @@ def sgdp_float16_no_projected(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1127,7 +1127,7 @@ def sgdp_float16_no_projected_small(
 
 
 def sgdp_float32_nesterov(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, momentum, grad_scale,
     one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key, stream_key,
     place=None,
 ):
@@ -1146,7 +1146,7 @@ def sgdp_float32_nesterov(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1229,7 +1229,7 @@ def sgdp_float32_nesterov(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1263,7 +1263,7 @@ def sgdp_float32_nesterov(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1373,8 +1373,8 @@ def sgdp_float32_nesterov_small(
 
 
 def sgdp_bfloat16_nesterov(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, momentum,
-    grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key,
     stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -1396,7 +1396,7 @@ def sgdp_bfloat16_nesterov(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1483,7 +1483,7 @@ def sgdp_bfloat16_nesterov(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1520,7 +1520,7 @@ def sgdp_bfloat16_nesterov(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1649,8 +1649,8 @@ def sgdp_bfloat16_nesterov_small(
 
 
 def sgdp_float16_nesterov(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, momentum,
-    grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
+    momentum, grad_scale, one_minus_dampening, eps, delta, lr, one_minus_wd_ratio, weight_decay_2, step_key,
     stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -1678,7 +1678,7 @@ def sgdp_float16_nesterov(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1771,7 +1771,7 @@ def sgdp_float16_nesterov(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1818,7 +1818,7 @@ def sgdp_float16_nesterov(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1969,7 +1969,7 @@ def sgdp_float16_nesterov_small(
 
 
 def sgdp_float32_nesterov_no_projected(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
     one_minus_dampening, scalar_1, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -1985,7 +1985,7 @@ def sgdp_float32_nesterov_no_projected(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2016,7 +2016,7 @@ def sgdp_float32_nesterov_no_projected(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -2047,7 +2047,7 @@ def sgdp_float32_nesterov_no_projected_small(
 
 
 def sgdp_bfloat16_nesterov_no_projected(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_dampening, scalar_1, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -2067,7 +2067,7 @@ def sgdp_bfloat16_nesterov_no_projected(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2101,7 +2101,7 @@ def sgdp_bfloat16_nesterov_no_projected(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -2147,7 +2147,7 @@ def sgdp_bfloat16_nesterov_no_projected_small(
 
 
 def sgdp_float16_nesterov_no_projected(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_dampening, scalar_1, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -2173,7 +2173,7 @@ def sgdp_float16_nesterov_no_projected(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2217,7 +2217,7 @@ def sgdp_float16_nesterov_no_projected(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -2278,7 +2278,7 @@ def sgdp_float16_nesterov_no_projected_small(
     b.store(momentum_buffer_tensor, momentum_buffer)
 
 
-def sgdp_float32_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def sgdp_float32_decode(p_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -2286,7 +2286,7 @@ def sgdp_float32_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2312,7 +2312,7 @@ def sgdp_float32_encode(values):
     momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2339,7 +2339,7 @@ def sgdp_float32_small_encode(values):
     }
 
 
-def sgdp_bfloat16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def sgdp_bfloat16_decode(p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -2351,7 +2351,7 @@ def sgdp_bfloat16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, mo
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2380,7 +2380,7 @@ def sgdp_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2414,7 +2414,7 @@ def sgdp_bfloat16_small_encode(values):
     }
 
 
-def sgdp_float16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def sgdp_float16_decode(p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -2432,7 +2432,7 @@ def sgdp_float16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, mom
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2471,7 +2471,7 @@ def sgdp_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 

@@ -25,8 +25,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def sgdp_float32_1_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    index, momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -35,7 +35,7 @@ def sgdp_float32_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     index = within(index, momentum_buffer_code)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -61,7 +61,7 @@ def sgdp_float32_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(g, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
@@ -75,7 +75,7 @@ def sgdp_float32_1(
     row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -104,7 +104,7 @@ def sgdp_float32_1(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
@@ -118,7 +118,7 @@ def sgdp_float32_1(
     for tile in range(full):
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at, at_block,
             before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale, step_key,
             stream_key, False,
@@ -129,7 +129,7 @@ def sgdp_float32_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
@@ -139,7 +139,7 @@ def sgdp_float32_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
@@ -149,7 +149,7 @@ def sgdp_float32_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
@@ -169,7 +169,7 @@ def sgdp_float32_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, live, live_block,
             before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale, step_key,
             stream_key, True,
@@ -183,7 +183,7 @@ def sgdp_float32_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
@@ -196,7 +196,7 @@ def sgdp_float32_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
@@ -209,7 +209,7 @@ def sgdp_float32_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
@@ -234,7 +234,7 @@ def sgdp_float32_1_flat(
     row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, False)           # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, False)     # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, False)     # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
@@ -262,7 +262,7 @@ def sgdp_float32_1_flat(
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live, live_block, number,
+            p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live, live_block, number,
             momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
@@ -503,7 +503,7 @@ def sgdp_float32_2(
 
 @triton.jit
 def sgdp_float32_7_tile(
-    p_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, one_minus_lr_times_weight_decay_2_ptr,
+    p_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_p_over_row_mul_3_2_ptr, at, at_block, at_row, live, live_block, live_row, minus_lr,
     MASKED: tl.constexpr,
 ):
@@ -515,7 +515,7 @@ def sgdp_float32_7_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
@@ -538,7 +538,7 @@ def sgdp_float32_7(
     item = work + 2 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -561,7 +561,7 @@ def sgdp_float32_7(
     at_row = tl.arange(0, ROWS)[:, None, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_of_p_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -570,22 +570,22 @@ def sgdp_float32_7(
     for tile in range(full):
         start = tile * ROWS
         sgdp_float32_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
         )
         sgdp_float32_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, momentum_buffer_codes_ptr + start * columns + 256,
             momentum_buffer_scale_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
         )
         sgdp_float32_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, momentum_buffer_codes_ptr + start * columns + 512,
             momentum_buffer_scale_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
         )
         sgdp_float32_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, momentum_buffer_codes_ptr + start * columns + 768,
             momentum_buffer_scale_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row, minus_lr, False,
         )
@@ -596,7 +596,7 @@ def sgdp_float32_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         sgdp_float32_7_tile(
-            p_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
             True,
@@ -605,7 +605,7 @@ def sgdp_float32_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
         sgdp_float32_7_tile(
-            p_ptr + start * columns + 256, momentum_buffer_ptr + start * columns + 256,
+            p_ptr + start * columns + 256, momentum_buffer_codes_ptr + start * columns + 256,
             momentum_buffer_scale_ptr + start * blocks + 4, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
             True,
@@ -614,7 +614,7 @@ def sgdp_float32_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
         sgdp_float32_7_tile(
-            p_ptr + start * columns + 512, momentum_buffer_ptr + start * columns + 512,
+            p_ptr + start * columns + 512, momentum_buffer_codes_ptr + start * columns + 512,
             momentum_buffer_scale_ptr + start * blocks + 8, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
             True,
@@ -623,7 +623,7 @@ def sgdp_float32_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
         sgdp_float32_7_tile(
-            p_ptr + start * columns + 768, momentum_buffer_ptr + start * columns + 768,
+            p_ptr + start * columns + 768, momentum_buffer_codes_ptr + start * columns + 768,
             momentum_buffer_scale_ptr + start * blocks + 12, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row, minus_lr,
             True,
@@ -638,7 +638,7 @@ def sgdp_float32_7_flat(
     item = work + 2 * tl.program_id(0)
     row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, False)           # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, False)     # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, False)     # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
     row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
@@ -658,7 +658,7 @@ def sgdp_float32_7_flat(
         live = live_block & (lane < columns)
         at_row = at // width
         sgdp_float32_7_tile(
-            p_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, one_minus_lr_times_weight_decay_2_ptr,
+            p_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr, at, block, at_row, live, live_block, live, minus_lr, True,
         )
 
@@ -1053,7 +1053,7 @@ def sgdp_float32_small_7_flat(
 
 @triton.jit
 def sgdp_bfloat16_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, momentum, one_minus_dampening_times_grad_scale, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -1065,7 +1065,7 @@ def sgdp_bfloat16_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1094,7 +1094,7 @@ def sgdp_bfloat16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
@@ -1109,7 +1109,7 @@ def sgdp_bfloat16_1(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -1139,7 +1139,7 @@ def sgdp_bfloat16_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
@@ -1154,9 +1154,9 @@ def sgdp_bfloat16_1(
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at,
-            at_block, before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale,
-            step_key, stream_key, False,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            at, at_block, before + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -1164,7 +1164,7 @@ def sgdp_bfloat16_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
@@ -1174,7 +1174,7 @@ def sgdp_bfloat16_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
@@ -1184,7 +1184,7 @@ def sgdp_bfloat16_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
@@ -1205,8 +1205,8 @@ def sgdp_bfloat16_1(
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, live,
-            live_block, before + (start + at_row) * padded | lane & 7, momentum,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            live, live_block, before + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
@@ -1218,7 +1218,7 @@ def sgdp_bfloat16_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
@@ -1231,7 +1231,7 @@ def sgdp_bfloat16_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
@@ -1244,7 +1244,7 @@ def sgdp_bfloat16_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
@@ -1270,7 +1270,7 @@ def sgdp_bfloat16_1_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, False)           # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
@@ -1298,7 +1298,7 @@ def sgdp_bfloat16_1_flat(
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live,
+            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live,
             live_block, number, momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
@@ -1496,7 +1496,7 @@ def sgdp_bfloat16_2(
 
 @triton.jit
 def sgdp_bfloat16_7_tile(
-    p_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
+    p_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
     one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, at_block,
     at_row, live, live_block, live_row, index, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1512,7 +1512,7 @@ def sgdp_bfloat16_7_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
@@ -1547,7 +1547,7 @@ def sgdp_bfloat16_7(
     row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -1574,7 +1574,7 @@ def sgdp_bfloat16_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_of_momentum_buffer_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -1585,28 +1585,28 @@ def sgdp_bfloat16_7(
     for tile in range(full):
         start = tile * ROWS
         sgdp_bfloat16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, False,
         )
         sgdp_bfloat16_7_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, minus_lr,
             step_key, stream_key, False,
         )
         sgdp_bfloat16_7_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, minus_lr,
             step_key, stream_key, False,
         )
         sgdp_bfloat16_7_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, minus_lr,
             step_key, stream_key, False,
@@ -1618,7 +1618,7 @@ def sgdp_bfloat16_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         sgdp_bfloat16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block,
             live_row, before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, True,
@@ -1628,7 +1628,7 @@ def sgdp_bfloat16_7(
         live_block = live_row & (block * 64 < width - 256)
         sgdp_bfloat16_7_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
             minus_lr, step_key, stream_key, True,
@@ -1638,7 +1638,7 @@ def sgdp_bfloat16_7(
         live_block = live_row & (block * 64 < width - 512)
         sgdp_bfloat16_7_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
             minus_lr, step_key, stream_key, True,
@@ -1648,7 +1648,7 @@ def sgdp_bfloat16_7(
         live_block = live_row & (block * 64 < width - 768)
         sgdp_bfloat16_7_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
             minus_lr, step_key, stream_key, True,
@@ -1664,7 +1664,7 @@ def sgdp_bfloat16_7_flat(
     row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, False)           # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
     row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
@@ -1689,7 +1689,7 @@ def sgdp_bfloat16_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         sgdp_bfloat16_7_tile(
-            p_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
+            p_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, block,
             at_row, live, live_block, live, number, minus_lr, step_key, stream_key, True,
         )
@@ -2133,7 +2133,7 @@ def sgdp_bfloat16_small_7_flat(
 
 @triton.jit
 def sgdp_float16_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, momentum, one_minus_dampening_times_grad_scale, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
@@ -2145,7 +2145,7 @@ def sgdp_float16_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -2181,7 +2181,7 @@ def sgdp_float16_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(g_cast, at, live, MASKED), term(p, at, live, MASKED), term(momentum_buffer, at, live, MASKED)
 
 
@@ -2196,7 +2196,7 @@ def sgdp_float16_1(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2226,7 +2226,7 @@ def sgdp_float16_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
@@ -2241,9 +2241,9 @@ def sgdp_float16_1(
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at,
-            at_block, before + (start + at_row) * padded | lane & 7, momentum, one_minus_dampening_times_grad_scale,
-            step_key, stream_key, False,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            at, at_block, before + (start + at_row) * padded | lane & 7, momentum,
+            one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -2251,7 +2251,7 @@ def sgdp_float16_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
@@ -2261,7 +2261,7 @@ def sgdp_float16_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
@@ -2271,7 +2271,7 @@ def sgdp_float16_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, False,
         )
@@ -2292,8 +2292,8 @@ def sgdp_float16_1(
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, live,
-            live_block, before + (start + at_row) * padded | lane & 7, momentum,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            live, live_block, before + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
@@ -2305,7 +2305,7 @@ def sgdp_float16_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
@@ -2318,7 +2318,7 @@ def sgdp_float16_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
@@ -2331,7 +2331,7 @@ def sgdp_float16_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, momentum,
             one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
@@ -2357,7 +2357,7 @@ def sgdp_float16_1_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, False)           # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read and written
     row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
@@ -2385,7 +2385,7 @@ def sgdp_float16_1_flat(
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live,
+            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live,
             live_block, number, momentum, one_minus_dampening_times_grad_scale, step_key, stream_key, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
@@ -2396,7 +2396,7 @@ def sgdp_float16_1_flat(
 
 @triton.jit
 def sgdp_float16_7_tile(
-    p_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
+    p_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
     one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, at_block,
     at_row, live, live_block, live_row, index, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -2419,7 +2419,7 @@ def sgdp_float16_7_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     momentum_buffer_value = momentum_buffer_scale * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend))
@@ -2463,7 +2463,7 @@ def sgdp_float16_7(
     row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -2490,7 +2490,7 @@ def sgdp_float16_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_of_momentum_buffer_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -2501,28 +2501,28 @@ def sgdp_float16_7(
     for tile in range(full):
         start = tile * ROWS
         sgdp_float16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, False,
         )
         sgdp_float16_7_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, minus_lr,
             step_key, stream_key, False,
         )
         sgdp_float16_7_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, minus_lr,
             step_key, stream_key, False,
         )
         sgdp_float16_7_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, minus_lr,
             step_key, stream_key, False,
@@ -2534,7 +2534,7 @@ def sgdp_float16_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         sgdp_float16_7_tile(
-            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, weight_low_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block,
             live_row, before + (start + at_row) * padded | lane & 7, minus_lr, step_key, stream_key, True,
@@ -2544,7 +2544,7 @@ def sgdp_float16_7(
         live_block = live_row & (block * 64 < width - 256)
         sgdp_float16_7_tile(
             p_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7,
             minus_lr, step_key, stream_key, True,
@@ -2554,7 +2554,7 @@ def sgdp_float16_7(
         live_block = live_row & (block * 64 < width - 512)
         sgdp_float16_7_tile(
             p_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7,
             minus_lr, step_key, stream_key, True,
@@ -2564,7 +2564,7 @@ def sgdp_float16_7(
         live_block = live_row & (block * 64 < width - 768)
         sgdp_float16_7_tile(
             p_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr + start, at,
             at_block, at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7,
             minus_lr, step_key, stream_key, True,
@@ -2580,7 +2580,7 @@ def sgdp_float16_7_flat(
     row = table + 42 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, False)           # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
     row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
@@ -2605,7 +2605,7 @@ def sgdp_float16_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         sgdp_float16_7_tile(
-            p_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
+            p_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, block,
             at_row, live, live_block, live, number, minus_lr, step_key, stream_key, True,
         )
@@ -3001,8 +3001,8 @@ def sgdp_float16_small_7_flat(
 
 @triton.jit
 def sgdp_float32_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    index, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -3012,7 +3012,7 @@ def sgdp_float32_no_projected_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p = get(p_ptr, at, live, MASKED)
@@ -3040,7 +3040,7 @@ def sgdp_float32_no_projected_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3055,7 +3055,7 @@ def sgdp_float32_no_projected(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -3081,8 +3081,8 @@ def sgdp_float32_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdp_float32_no_projected_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
+                number, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3091,7 +3091,7 @@ def sgdp_float32_no_projected(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3100,7 +3100,7 @@ def sgdp_float32_no_projected(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdp_float32_no_projected_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale, scalar_1,
                     minus_lr, step_key, stream_key, False,
@@ -3112,7 +3112,7 @@ def sgdp_float32_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdp_float32_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
                 step_key, stream_key, True,
@@ -3184,7 +3184,7 @@ def sgdp_float32_no_projected_small(
 
 @triton.jit
 def sgdp_bfloat16_no_projected_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
@@ -3195,7 +3195,7 @@ def sgdp_bfloat16_no_projected_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -3229,7 +3229,7 @@ def sgdp_bfloat16_no_projected_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3245,7 +3245,7 @@ def sgdp_bfloat16_no_projected(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -3271,7 +3271,7 @@ def sgdp_bfloat16_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdp_bfloat16_no_projected_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key,
                 stream_key, True,
             )
@@ -3283,7 +3283,7 @@ def sgdp_bfloat16_no_projected(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3293,9 +3293,10 @@ def sgdp_bfloat16_no_projected(
             for odd in tl.static_range(2):
                 sgdp_bfloat16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale, scalar_1,
+                    minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -3304,7 +3305,7 @@ def sgdp_bfloat16_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdp_bfloat16_no_projected_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
                 step_key, stream_key, True,
@@ -3414,7 +3415,7 @@ def sgdp_bfloat16_no_projected_small(
 
 @triton.jit
 def sgdp_float16_no_projected_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
@@ -3425,7 +3426,7 @@ def sgdp_float16_no_projected_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -3475,7 +3476,7 @@ def sgdp_float16_no_projected_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3491,7 +3492,7 @@ def sgdp_float16_no_projected(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -3517,7 +3518,7 @@ def sgdp_float16_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdp_float16_no_projected_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key,
                 stream_key, True,
             )
@@ -3529,7 +3530,7 @@ def sgdp_float16_no_projected(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3539,9 +3540,10 @@ def sgdp_float16_no_projected(
             for odd in tl.static_range(2):
                 sgdp_float16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale, scalar_1,
+                    minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -3550,7 +3552,7 @@ def sgdp_float16_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdp_float16_no_projected_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
                 step_key, stream_key, True,
@@ -3676,8 +3678,8 @@ def sgdp_float16_no_projected_small(
 
 @triton.jit
 def sgdp_float32_nesterov_1_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, grad_scale,
-    momentum_times_momentum, scalar_1, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    grad_scale, momentum_times_momentum, scalar_1, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3687,7 +3689,7 @@ def sgdp_float32_nesterov_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdp.py)
@@ -3708,7 +3710,7 @@ def sgdp_float32_nesterov_1(
     row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -3734,7 +3736,7 @@ def sgdp_float32_nesterov_1(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 25)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 25)) + top
@@ -3746,7 +3748,7 @@ def sgdp_float32_nesterov_1(
     for tile in range(full):
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at, at_block, grad_scale,
             momentum_times_momentum, scalar_1, False,
         )
@@ -3756,7 +3758,7 @@ def sgdp_float32_nesterov_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -3765,7 +3767,7 @@ def sgdp_float32_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -3774,7 +3776,7 @@ def sgdp_float32_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -3793,7 +3795,7 @@ def sgdp_float32_nesterov_1(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, live, live_block, grad_scale,
             momentum_times_momentum, scalar_1, True,
         )
@@ -3806,7 +3808,7 @@ def sgdp_float32_nesterov_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -3818,7 +3820,7 @@ def sgdp_float32_nesterov_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -3830,7 +3832,7 @@ def sgdp_float32_nesterov_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -3854,7 +3856,7 @@ def sgdp_float32_nesterov_1_flat(
     row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, False)           # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, False)     # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, False)     # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 21, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
@@ -3877,8 +3879,8 @@ def sgdp_float32_nesterov_1_flat(
         live_block = block < blocks
         live = live_block & (lane < columns)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float32_nesterov_1_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live, live_block, grad_scale,
-            momentum_times_momentum, scalar_1, True,
+            p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live, live_block,
+            grad_scale, momentum_times_momentum, scalar_1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
         put(row_sum_2_term_ptr, at, row_sum_2_term * row_sum_2_term, live, True)
@@ -3888,9 +3890,10 @@ def sgdp_float32_nesterov_1_flat(
 
 @triton.jit
 def sgdp_float32_nesterov_7_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, one_minus_lr_times_weight_decay_2_ptr,
-    row_sum_of_p_over_row_mul_3_2_ptr, at, at_block, at_row, live, live_block, live_row, index, momentum,
-    grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
+    one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at, at_block, at_row, live,
+    live_block, live_row, index, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3901,7 +3904,7 @@ def sgdp_float32_nesterov_7_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     index = within(index, momentum_buffer_code)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -3935,7 +3938,7 @@ def sgdp_float32_nesterov_7_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3949,7 +3952,7 @@ def sgdp_float32_nesterov_7(
     row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -3976,7 +3979,7 @@ def sgdp_float32_nesterov_7(
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_of_p_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -3987,7 +3990,7 @@ def sgdp_float32_nesterov_7(
     for tile in range(full):
         start = tile * ROWS
         sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, at, at_block, at_row,
             before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
@@ -3995,21 +3998,21 @@ def sgdp_float32_nesterov_7(
         )
         sgdp_float32_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
         sgdp_float32_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
         sgdp_float32_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
@@ -4021,7 +4024,7 @@ def sgdp_float32_nesterov_7(
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
         sgdp_float32_nesterov_7_tile(
-            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_ptr + start * columns,
+            p_ptr + start * columns, g_ptr + start * columns, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, one_minus_lr_times_weight_decay_2_ptr,
             row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row, live, live_block, live_row,
             before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
@@ -4032,7 +4035,7 @@ def sgdp_float32_nesterov_7(
         live_block = live_row & (block * 64 < width - 256)
         sgdp_float32_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -4042,7 +4045,7 @@ def sgdp_float32_nesterov_7(
         live_block = live_row & (block * 64 < width - 512)
         sgdp_float32_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -4052,7 +4055,7 @@ def sgdp_float32_nesterov_7(
         live_block = live_row & (block * 64 < width - 768)
         sgdp_float32_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr + start, at, at_block, at_row,
             live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -4070,7 +4073,7 @@ def sgdp_float32_nesterov_7_flat(
     row = table + 41 * tl.load(item).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, False)           # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, False)     # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, False)     # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)  # float32 [1]  read
     row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [rows]  read
@@ -4095,9 +4098,10 @@ def sgdp_float32_nesterov_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         sgdp_float32_nesterov_7_tile(
-            p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, one_minus_lr_times_weight_decay_2_ptr,
-            row_sum_of_p_over_row_mul_3_2_ptr, at, block, at_row, live, live_block, live, number, momentum,
-            grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
+            p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
+            one_minus_lr_times_weight_decay_2_ptr, row_sum_of_p_over_row_mul_3_2_ptr, at, block, at_row, live,
+            live_block, live, number, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key,
+            stream_key, True,
         )
 
 
@@ -4446,7 +4450,7 @@ def sgdp_float32_nesterov_small_7_flat(
 
 @triton.jit
 def sgdp_bfloat16_nesterov_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, grad_scale, momentum_times_momentum, scalar_1, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -4460,7 +4464,7 @@ def sgdp_bfloat16_nesterov_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdp.py)
@@ -4483,7 +4487,7 @@ def sgdp_bfloat16_nesterov_1(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -4510,7 +4514,7 @@ def sgdp_bfloat16_nesterov_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
@@ -4523,8 +4527,8 @@ def sgdp_bfloat16_nesterov_1(
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at,
-            at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -4532,7 +4536,7 @@ def sgdp_bfloat16_nesterov_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -4541,7 +4545,7 @@ def sgdp_bfloat16_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -4550,7 +4554,7 @@ def sgdp_bfloat16_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -4570,8 +4574,8 @@ def sgdp_bfloat16_nesterov_1(
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, live,
-            live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -4582,7 +4586,7 @@ def sgdp_bfloat16_nesterov_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -4594,7 +4598,7 @@ def sgdp_bfloat16_nesterov_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -4606,7 +4610,7 @@ def sgdp_bfloat16_nesterov_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -4631,7 +4635,7 @@ def sgdp_bfloat16_nesterov_1_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, False)           # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
@@ -4654,7 +4658,7 @@ def sgdp_bfloat16_nesterov_1_flat(
         live_block = block < blocks
         live = live_block & (lane < columns)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_bfloat16_nesterov_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live,
+            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live,
             live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
@@ -4845,7 +4849,7 @@ def sgdp_bfloat16_nesterov_2(
 
 @triton.jit
 def sgdp_bfloat16_nesterov_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
     one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, at_block, at_row,
     live, live_block, live_row, index, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr,
     step_key, stream_key, MASKED: tl.constexpr,
@@ -4864,7 +4868,7 @@ def sgdp_bfloat16_nesterov_7_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     g = grad_scale * g_cast
@@ -4900,7 +4904,7 @@ def sgdp_bfloat16_nesterov_7_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4915,7 +4919,7 @@ def sgdp_bfloat16_nesterov_7(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -4943,7 +4947,7 @@ def sgdp_bfloat16_nesterov_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_of_update_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -4955,28 +4959,28 @@ def sgdp_bfloat16_nesterov_7(
         start = tile * ROWS
         sgdp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
         sgdp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
         sgdp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
         sgdp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
@@ -4989,7 +4993,7 @@ def sgdp_bfloat16_nesterov_7(
         live_block = live_row & (block * 64 < width)
         sgdp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -4999,7 +5003,7 @@ def sgdp_bfloat16_nesterov_7(
         live_block = live_row & (block * 64 < width - 256)
         sgdp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, momentum,
             grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -5009,7 +5013,7 @@ def sgdp_bfloat16_nesterov_7(
         live_block = live_row & (block * 64 < width - 512)
         sgdp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, momentum,
             grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -5019,7 +5023,7 @@ def sgdp_bfloat16_nesterov_7(
         live_block = live_row & (block * 64 < width - 768)
         sgdp_bfloat16_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, momentum,
             grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -5038,7 +5042,7 @@ def sgdp_bfloat16_nesterov_7_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, False)           # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
@@ -5063,7 +5067,7 @@ def sgdp_bfloat16_nesterov_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         sgdp_bfloat16_nesterov_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
+            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
             live_block, live, number, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key,
             stream_key, True,
@@ -5531,7 +5535,7 @@ def sgdp_bfloat16_nesterov_small_7_flat(
 
 @triton.jit
 def sgdp_float16_nesterov_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, grad_scale, momentum_times_momentum, scalar_1, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -5552,7 +5556,7 @@ def sgdp_float16_nesterov_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdp.py)
@@ -5575,7 +5579,7 @@ def sgdp_float16_nesterov_1(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -5602,7 +5606,7 @@ def sgdp_float16_nesterov_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_for_invariant_ptr += number % panels * (rows * tl.load(row + 26)) + top
     row_sum_for_invariant_2_ptr += number % panels * (rows * tl.load(row + 26)) + top
@@ -5615,8 +5619,8 @@ def sgdp_float16_nesterov_1(
         start = tile * ROWS
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at,
-            at_block, grad_scale, momentum_times_momentum, scalar_1, False,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -5624,7 +5628,7 @@ def sgdp_float16_nesterov_1(
         row_sum_4_term_0 = row_sum_4_term * row_sum_4_term_by
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5633,7 +5637,7 @@ def sgdp_float16_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5642,7 +5646,7 @@ def sgdp_float16_nesterov_1(
         row_sum_4_term_0 = tl.fma(row_sum_4_term, row_sum_4_term_by, row_sum_4_term_0)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, at, at_block, grad_scale, momentum_times_momentum, scalar_1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5662,8 +5666,8 @@ def sgdp_float16_nesterov_1(
         live_block = live_row & (block * 64 < width)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, live,
-            live_block, grad_scale, momentum_times_momentum, scalar_1, True,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term_by
         row_sum_2_term_0 = row_sum_2_term * row_sum_2_term
@@ -5674,7 +5678,7 @@ def sgdp_float16_nesterov_1(
         live_block = live_row & (block * 64 < width - 256)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5686,7 +5690,7 @@ def sgdp_float16_nesterov_1(
         live_block = live_row & (block * 64 < width - 512)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5698,7 +5702,7 @@ def sgdp_float16_nesterov_1(
         live_block = live_row & (block * 64 < width - 768)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
             at_block, live, live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term_by, row_sum_term_0)
@@ -5723,7 +5727,7 @@ def sgdp_float16_nesterov_1_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, False)           # uint8 [n]  read
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read
     row_sum_for_invariant_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     row_sum_for_invariant_2_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
@@ -5746,7 +5750,7 @@ def sgdp_float16_nesterov_1_flat(
         live_block = block < blocks
         live = live_block & (lane < columns)
         row_sum_term, row_sum_term_by, row_sum_2_term, row_sum_3_term, row_sum_4_term, row_sum_4_term_by = sgdp_float16_nesterov_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, block, live,
+            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, block, live,
             live_block, grad_scale, momentum_times_momentum, scalar_1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term_by, live, True)
@@ -5757,7 +5761,7 @@ def sgdp_float16_nesterov_1_flat(
 
 @triton.jit
 def sgdp_float16_nesterov_7_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
     one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, at_block, at_row,
     live, live_block, live_row, index, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr,
     step_key, stream_key, MASKED: tl.constexpr,
@@ -5783,7 +5787,7 @@ def sgdp_float16_nesterov_7_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     g = grad_scale * g_cast
@@ -5828,7 +5832,7 @@ def sgdp_float16_nesterov_7_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5843,7 +5847,7 @@ def sgdp_float16_nesterov_7(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [rows]  read
@@ -5871,7 +5875,7 @@ def sgdp_float16_nesterov_7(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     row_sum_of_update_over_row_mul_3_2_ptr += top
     at_block = at_row * blocks.to(tl.int32) + block
@@ -5883,28 +5887,28 @@ def sgdp_float16_nesterov_7(
         start = tile * ROWS
         sgdp_float16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
         sgdp_float16_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 256 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
         sgdp_float16_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 512 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
         sgdp_float16_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, at, at_block, at_row, before + 768 + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, False,
@@ -5917,7 +5921,7 @@ def sgdp_float16_nesterov_7(
         live_block = live_row & (block * 64 < width)
         sgdp_float16_nesterov_7_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + (start + at_row) * padded | lane & 7, momentum, grad_scale,
             one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -5927,7 +5931,7 @@ def sgdp_float16_nesterov_7(
         live_block = live_row & (block * 64 < width - 256)
         sgdp_float16_nesterov_7_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            momentum_buffer_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 256 + (start + at_row) * padded | lane & 7, momentum,
             grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -5937,7 +5941,7 @@ def sgdp_float16_nesterov_7(
         live_block = live_row & (block * 64 < width - 512)
         sgdp_float16_nesterov_7_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            momentum_buffer_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 512 + (start + at_row) * padded | lane & 7, momentum,
             grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -5947,7 +5951,7 @@ def sgdp_float16_nesterov_7(
         live_block = live_row & (block * 64 < width - 768)
         sgdp_float16_nesterov_7_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            momentum_buffer_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr + start, at, at_block,
             at_row, live, live_block, live_row, before + 768 + (start + at_row) * padded | lane & 7, momentum,
             grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -5966,7 +5970,7 @@ def sgdp_float16_nesterov_7_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, False)           # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, False)     # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, False)     # int16 [blocks of 64]  read and written
     one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)  # float32 [1]  read
     row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)  # float32 [rows]  read
@@ -5991,7 +5995,7 @@ def sgdp_float16_nesterov_7_flat(
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
         at_row = at // width
         sgdp_float16_nesterov_7_tile(
-            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
+            p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
             one_minus_lr_times_weight_decay_2_ptr, row_sum_of_update_over_row_mul_3_2_ptr, at, block, at_row, live,
             live_block, live, number, momentum, grad_scale, one_minus_dampening_times_grad_scale, minus_lr, step_key,
             stream_key, True,
@@ -6413,8 +6417,8 @@ def sgdp_float16_nesterov_small_7_flat(
 
 @triton.jit
 def sgdp_float32_nesterov_no_projected_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    index, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -6425,7 +6429,7 @@ def sgdp_float32_nesterov_no_projected_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdp.py)
@@ -6452,7 +6456,7 @@ def sgdp_float32_nesterov_no_projected_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -6468,7 +6472,7 @@ def sgdp_float32_nesterov_no_projected(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -6494,8 +6498,8 @@ def sgdp_float32_nesterov_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdp_float32_nesterov_no_projected_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
+                number, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
                 step_key, stream_key, True,
             )
     else:
@@ -6505,7 +6509,7 @@ def sgdp_float32_nesterov_no_projected(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -6514,7 +6518,7 @@ def sgdp_float32_nesterov_no_projected(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdp_float32_nesterov_no_projected_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale,
                     lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
@@ -6526,7 +6530,7 @@ def sgdp_float32_nesterov_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdp_float32_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
                 lr_times_momentum, scalar_3, step_key, stream_key, True,
@@ -6599,7 +6603,7 @@ def sgdp_float32_nesterov_no_projected_small(
 
 @triton.jit
 def sgdp_bfloat16_nesterov_no_projected_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
     lr_times_momentum, scalar_3, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -6614,7 +6618,7 @@ def sgdp_bfloat16_nesterov_no_projected_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdp.py)
@@ -6645,7 +6649,7 @@ def sgdp_bfloat16_nesterov_no_projected_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -6662,7 +6666,7 @@ def sgdp_bfloat16_nesterov_no_projected(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -6688,7 +6692,7 @@ def sgdp_bfloat16_nesterov_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdp_bfloat16_nesterov_no_projected_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
                 lr_times_momentum, scalar_3, step_key, stream_key, True,
             )
@@ -6700,7 +6704,7 @@ def sgdp_bfloat16_nesterov_no_projected(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -6710,10 +6714,10 @@ def sgdp_bfloat16_nesterov_no_projected(
             for odd in tl.static_range(2):
                 sgdp_bfloat16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
-                    stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale,
+                    lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -6722,7 +6726,7 @@ def sgdp_bfloat16_nesterov_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdp_bfloat16_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
                 lr_times_momentum, scalar_3, step_key, stream_key, True,
@@ -6834,7 +6838,7 @@ def sgdp_bfloat16_nesterov_no_projected_small(
 
 @triton.jit
 def sgdp_float16_nesterov_no_projected_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
     lr_times_momentum, scalar_3, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -6856,7 +6860,7 @@ def sgdp_float16_nesterov_no_projected_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdp.py)
@@ -6896,7 +6900,7 @@ def sgdp_float16_nesterov_no_projected_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -6913,7 +6917,7 @@ def sgdp_float16_nesterov_no_projected(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -6939,7 +6943,7 @@ def sgdp_float16_nesterov_no_projected(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdp_float16_nesterov_no_projected_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
                 lr_times_momentum, scalar_3, step_key, stream_key, True,
             )
@@ -6951,7 +6955,7 @@ def sgdp_float16_nesterov_no_projected(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -6961,10 +6965,10 @@ def sgdp_float16_nesterov_no_projected(
             for odd in tl.static_range(2):
                 sgdp_float16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
-                    stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale,
+                    lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -6973,7 +6977,7 @@ def sgdp_float16_nesterov_no_projected(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdp_float16_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
                 lr_times_momentum, scalar_3, step_key, stream_key, True,

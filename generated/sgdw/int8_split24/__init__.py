@@ -176,7 +176,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': False, 'has_momentum': True},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
@@ -218,7 +218,7 @@ VARIANTS = (
         flags={'nesterov': False, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
@@ -261,7 +261,7 @@ VARIANTS = (
         flags={'nesterov': False, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
@@ -303,7 +303,7 @@ VARIANTS = (
         small=False,
         flags={'nesterov': True, 'has_momentum': True},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
@@ -345,7 +345,7 @@ VARIANTS = (
         flags={'nesterov': True, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),
@@ -388,7 +388,7 @@ VARIANTS = (
         flags={'nesterov': True, 'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'where_lt_one_t_momentum_zero', 'where_lt_one_t_one_minus_dampening_one', 'one_minus_lr_times_weight_decay'),

@@ -175,7 +175,7 @@ struct sgdw_float32_has_momentum {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
@@ -223,7 +223,7 @@ struct sgdw_float32_has_momentum {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F p = load(p_at + i);
@@ -257,14 +257,14 @@ struct sgdw_float32_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -321,7 +321,7 @@ struct sgdw_bfloat16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
@@ -370,7 +370,7 @@ struct sgdw_bfloat16_has_momentum {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -417,14 +417,14 @@ struct sgdw_bfloat16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -507,7 +507,7 @@ struct sgdw_float16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
@@ -556,7 +556,7 @@ struct sgdw_float16_has_momentum {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -621,14 +621,14 @@ struct sgdw_float16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -728,7 +728,7 @@ struct sgdw_float32_nesterov_has_momentum {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
@@ -778,7 +778,7 @@ struct sgdw_float32_nesterov_has_momentum {
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 22  momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
@@ -811,14 +811,14 @@ struct sgdw_float32_nesterov_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -879,7 +879,7 @@ struct sgdw_bfloat16_nesterov_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
@@ -930,7 +930,7 @@ struct sgdw_bfloat16_nesterov_has_momentum {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -980,14 +980,14 @@ struct sgdw_bfloat16_nesterov_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -1074,7 +1074,7 @@ struct sgdw_float16_nesterov_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F where_lt_one_t_momentum_zero(scalars[0]);
         const F scalar_1(scalars[1]);
@@ -1125,7 +1125,7 @@ struct sgdw_float16_nesterov_has_momentum {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -1193,14 +1193,14 @@ struct sgdw_float16_nesterov_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }

@@ -122,7 +122,7 @@ def sgdw_float16(
 
 
 def sgdw_float32_has_momentum(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, grad_scale,
     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, one_minus_lr_times_weight_decay,
     step_key, stream_key, place=None,
 ):
@@ -141,7 +141,7 @@ def sgdw_float32_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -172,7 +172,7 @@ def sgdw_float32_has_momentum(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -206,7 +206,7 @@ def sgdw_float32_has_momentum_small(
 
 
 def sgdw_bfloat16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -229,7 +229,7 @@ def sgdw_bfloat16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -263,7 +263,7 @@ def sgdw_bfloat16_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -312,7 +312,7 @@ def sgdw_bfloat16_has_momentum_small(
 
 
 def sgdw_float16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -341,7 +341,7 @@ def sgdw_float16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -385,7 +385,7 @@ def sgdw_float16_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -450,7 +450,7 @@ def sgdw_float16_has_momentum_small(
 
 
 def sgdw_float32_nesterov_has_momentum(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, one_minus_lr_times_weight_decay,
     step_key, stream_key, place=None,
 ):
@@ -471,7 +471,7 @@ def sgdw_float32_nesterov_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -502,7 +502,7 @@ def sgdw_float32_nesterov_has_momentum(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -538,7 +538,7 @@ def sgdw_float32_nesterov_has_momentum_small(
 
 
 def sgdw_bfloat16_nesterov_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -563,7 +563,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -597,7 +597,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -648,7 +648,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
 
 
 def sgdw_float16_nesterov_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
     one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
@@ -679,7 +679,7 @@ def sgdw_float16_nesterov_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -723,7 +723,7 @@ def sgdw_float16_nesterov_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -873,7 +873,7 @@ def sgdw_float16_encode(values):
     }
 
 
-def sgdw_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def sgdw_float32_has_momentum_decode(p_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -881,7 +881,7 @@ def sgdw_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -907,7 +907,7 @@ def sgdw_float32_has_momentum_encode(values):
     momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -935,7 +935,7 @@ def sgdw_float32_has_momentum_small_encode(values):
 
 
 def sgdw_bfloat16_has_momentum_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -948,7 +948,7 @@ def sgdw_bfloat16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -977,7 +977,7 @@ def sgdw_bfloat16_has_momentum_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -1012,7 +1012,7 @@ def sgdw_bfloat16_has_momentum_small_encode(values):
 
 
 def sgdw_float16_has_momentum_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1031,7 +1031,7 @@ def sgdw_float16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1070,7 +1070,7 @@ def sgdw_float16_has_momentum_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 

@@ -270,9 +270,9 @@ def sgdw_float16(
 
 @triton.jit
 def sgdw_float32_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    index, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -281,7 +281,7 @@ def sgdw_float32_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p = get(p_ptr, at, live, MASKED)
@@ -309,7 +309,7 @@ def sgdw_float32_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -325,7 +325,7 @@ def sgdw_float32_has_momentum(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -351,9 +351,9 @@ def sgdw_float32_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float32_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
+                number, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -362,7 +362,7 @@ def sgdw_float32_has_momentum(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -371,7 +371,7 @@ def sgdw_float32_has_momentum(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdw_float32_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
@@ -383,7 +383,7 @@ def sgdw_float32_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdw_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
                 minus_lr, step_key, stream_key, True,
@@ -454,7 +454,7 @@ def sgdw_float32_has_momentum_small(
 
 @triton.jit
 def sgdw_bfloat16_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -465,7 +465,7 @@ def sgdw_bfloat16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -499,7 +499,7 @@ def sgdw_bfloat16_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -516,7 +516,7 @@ def sgdw_bfloat16_has_momentum(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -542,7 +542,7 @@ def sgdw_bfloat16_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdw_bfloat16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
                 step_key, stream_key, True,
             )
@@ -554,7 +554,7 @@ def sgdw_bfloat16_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -564,9 +564,10 @@ def sgdw_bfloat16_has_momentum(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
-                    scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -575,7 +576,7 @@ def sgdw_bfloat16_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdw_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
                 minus_lr, step_key, stream_key, True,
@@ -686,7 +687,7 @@ def sgdw_bfloat16_has_momentum_small(
 
 @triton.jit
 def sgdw_float16_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
     step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -697,7 +698,7 @@ def sgdw_float16_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -747,7 +748,7 @@ def sgdw_float16_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -764,7 +765,7 @@ def sgdw_float16_has_momentum(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -790,7 +791,7 @@ def sgdw_float16_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
                 step_key, stream_key, True,
             )
@@ -802,7 +803,7 @@ def sgdw_float16_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -812,9 +813,10 @@ def sgdw_float16_has_momentum(
             for odd in tl.static_range(2):
                 sgdw_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
-                    scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -823,7 +825,7 @@ def sgdw_float16_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdw_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
                 minus_lr, step_key, stream_key, True,
@@ -950,8 +952,8 @@ def sgdw_float16_has_momentum_small(
 
 @triton.jit
 def sgdw_float32_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block, index,
-    where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+    p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live, live_block,
+    index, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
     one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -962,7 +964,7 @@ def sgdw_float32_nesterov_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdw.py)
@@ -989,7 +991,7 @@ def sgdw_float32_nesterov_has_momentum_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1005,7 +1007,7 @@ def sgdw_float32_nesterov_has_momentum(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -1031,8 +1033,8 @@ def sgdw_float32_nesterov_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float32_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live, live_block, number,
-                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
+                number, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
                 one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
     else:
@@ -1042,7 +1044,7 @@ def sgdw_float32_nesterov_has_momentum(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1051,7 +1053,7 @@ def sgdw_float32_nesterov_has_momentum(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sgdw_float32_nesterov_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                     lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
@@ -1063,7 +1065,7 @@ def sgdw_float32_nesterov_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdw_float32_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                 lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -1139,7 +1141,7 @@ def sgdw_float32_nesterov_has_momentum_small(
 
 @triton.jit
 def sgdw_bfloat16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
     one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1154,7 +1156,7 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdw.py)
@@ -1185,7 +1187,7 @@ def sgdw_bfloat16_nesterov_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1202,7 +1204,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -1228,7 +1230,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdw_bfloat16_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
                 one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
@@ -1240,7 +1242,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1250,10 +1252,10 @@ def sgdw_bfloat16_nesterov_has_momentum(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
-                    scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1262,7 +1264,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdw_bfloat16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                 lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
@@ -1376,7 +1378,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
 
 @triton.jit
 def sgdw_float16_nesterov_has_momentum_tile(
-    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at, at_block, live,
+    p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, at, at_block, live,
     live_block, index, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
     one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
 ):
@@ -1398,7 +1400,7 @@ def sgdw_float16_nesterov_has_momentum_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/sgdw.py)
@@ -1438,7 +1440,7 @@ def sgdw_float16_nesterov_has_momentum_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1455,7 +1457,7 @@ def sgdw_float16_nesterov_has_momentum(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -1481,7 +1483,7 @@ def sgdw_float16_nesterov_has_momentum(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sgdw_float16_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, where, block, live,
+                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
                 live_block, number, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
                 one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
@@ -1493,7 +1495,7 @@ def sgdw_float16_nesterov_has_momentum(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1503,10 +1505,10 @@ def sgdw_float16_nesterov_has_momentum(
             for odd in tl.static_range(2):
                 sgdw_float16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
-                    scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    False,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -1515,7 +1517,7 @@ def sgdw_float16_nesterov_has_momentum(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sgdw_float16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                 lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,

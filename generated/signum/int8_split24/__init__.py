@@ -113,7 +113,7 @@ VARIANTS = (
         small=False,
         flags={'has_momentum': True},
         fields=(
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'one_minus_lr_times_weight_decay'),
@@ -155,7 +155,7 @@ VARIANTS = (
         flags={'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'one_minus_lr_times_weight_decay'),
@@ -198,7 +198,7 @@ VARIANTS = (
         flags={'has_momentum': True},
         fields=(
             Field("weight_low", "uint8", per=1, zero=128, state="p"),
-            Field("momentum_buffer", "uint8", per=1, zero=128, state="momentum_buffer"),
+            Field("momentum_buffer_codes", "uint8", per=1, zero=128, state="momentum_buffer"),
             Field("momentum_buffer_scale", "int16", per=64, zero=0, state="momentum_buffer"),
         ),
         scalars=('lr', 'momentum', 'grad_scale', 'one_minus_momentum', 'one_minus_lr_times_weight_decay'),

@@ -181,7 +181,7 @@ struct signum_float32_has_momentum {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F one_minus_momentum_times_grad_scale(scalars[1]);
@@ -229,7 +229,7 @@ struct signum_float32_has_momentum {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F p = load(p_at + i);
@@ -263,14 +263,14 @@ struct signum_float32_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -326,7 +326,7 @@ struct signum_bfloat16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F one_minus_momentum_times_grad_scale(scalars[1]);
@@ -375,7 +375,7 @@ struct signum_bfloat16_has_momentum {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
@@ -422,14 +422,14 @@ struct signum_bfloat16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -510,7 +510,7 @@ struct signum_float16_has_momentum {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F one_minus_momentum_times_grad_scale(scalars[1]);
@@ -559,7 +559,7 @@ struct signum_float16_has_momentum {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 // 20  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
@@ -624,14 +624,14 @@ struct signum_float16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }

@@ -122,7 +122,7 @@ def signum_float16(
 
 
 def signum_float32_has_momentum(
-    p_tensor, g_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
+    p_tensor, g_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, grad_scale,
     one_minus_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -136,7 +136,7 @@ def signum_float32_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -168,7 +168,7 @@ def signum_float32_has_momentum(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -198,7 +198,7 @@ def signum_float32_has_momentum_small(
 
 
 def signum_bfloat16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
     place=None,
 ):
@@ -217,7 +217,7 @@ def signum_bfloat16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -252,7 +252,7 @@ def signum_bfloat16_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -297,7 +297,7 @@ def signum_bfloat16_has_momentum_small(
 
 
 def signum_float16_has_momentum(
-    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor, lr,
+    p_tensor, g_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr,
     momentum, grad_scale, one_minus_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
     place=None,
 ):
@@ -322,7 +322,7 @@ def signum_float16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -367,7 +367,7 @@ def signum_float16_has_momentum(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -511,7 +511,7 @@ def signum_float16_encode(values):
     }
 
 
-def signum_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def signum_float32_has_momentum_decode(p_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -519,7 +519,7 @@ def signum_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentu
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -545,7 +545,7 @@ def signum_float32_has_momentum_encode(values):
     momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -573,7 +573,7 @@ def signum_float32_has_momentum_small_encode(values):
 
 
 def signum_bfloat16_has_momentum_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -586,7 +586,7 @@ def signum_bfloat16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -615,7 +615,7 @@ def signum_bfloat16_has_momentum_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -650,7 +650,7 @@ def signum_bfloat16_has_momentum_small_encode(values):
 
 
 def signum_float16_has_momentum_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -669,7 +669,7 @@ def signum_float16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -708,7 +708,7 @@ def signum_float16_has_momentum_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 

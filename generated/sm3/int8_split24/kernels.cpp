@@ -36,7 +36,7 @@ struct sm3_float32_no_factored {
         float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict accumulator_at = (uint8_t *)at[2];        // uint8 [n]  read and written
+        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[2];  // uint8 [n]  read and written
         int16_t *__restrict accumulator_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
         const F eps(scalars[0]);
         const F grad_scale_times_grad_scale(scalars[1]);
@@ -92,7 +92,7 @@ struct sm3_float32_no_factored {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_at + i);
+                const U8 accumulator_code = raw(accumulator_codes_at + i);
                 const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -143,7 +143,7 @@ struct sm3_float32_no_factored {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I accumulator_base_sub(accumulator_base_sub_kept[b]);
@@ -154,7 +154,7 @@ struct sm3_float32_no_factored {
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
                 const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
-                store_byte<3>(accumulator_at + i, accumulator_position);
+                store_byte<3>(accumulator_codes_at + i, accumulator_position);
             }
         }
     }
@@ -209,7 +209,7 @@ struct sm3_bfloat16_no_factored {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict accumulator_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict accumulator_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F eps(scalars[0]);
         const F grad_scale_times_grad_scale(scalars[1]);
@@ -266,7 +266,7 @@ struct sm3_bfloat16_no_factored {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_at + i);
+                const U8 accumulator_code = raw(accumulator_codes_at + i);
                 const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -322,7 +322,7 @@ struct sm3_bfloat16_no_factored {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I accumulator_base_sub(accumulator_base_sub_kept[b]);
@@ -333,7 +333,7 @@ struct sm3_bfloat16_no_factored {
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
                 const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
-                store_byte<3>(accumulator_at + i, accumulator_position);
+                store_byte<3>(accumulator_codes_at + i, accumulator_position);
             }
         }
     }
@@ -414,7 +414,7 @@ struct sm3_float16_no_factored {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
-        uint8_t *__restrict accumulator_at = (uint8_t *)at[3];        // uint8 [n]  read and written
+        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[3];  // uint8 [n]  read and written
         int16_t *__restrict accumulator_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
         const F eps(scalars[0]);
         const F grad_scale_times_grad_scale(scalars[1]);
@@ -471,7 +471,7 @@ struct sm3_float16_no_factored {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_at + i);
+                const U8 accumulator_code = raw(accumulator_codes_at + i);
                 const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -545,7 +545,7 @@ struct sm3_float16_no_factored {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I accumulator_base_sub(accumulator_base_sub_kept[b]);
@@ -556,7 +556,7 @@ struct sm3_float16_no_factored {
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
                 const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
-                store_byte<3>(accumulator_at + i, accumulator_position);
+                store_byte<3>(accumulator_codes_at + i, accumulator_position);
             }
         }
     }
@@ -654,9 +654,9 @@ struct sm3_float32_has_momentum_no_factored {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict accumulator_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[2];      // uint8 [n]  read and written
         int16_t *__restrict accumulator_range_at = (int16_t *)at[3];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F eps(scalars[1]);
@@ -727,12 +727,12 @@ struct sm3_float32_has_momentum_no_factored {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_at + i);
+                const U8 accumulator_code = raw(accumulator_codes_at + i);
                 const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F p = load(p_at + i);
@@ -792,8 +792,8 @@ struct sm3_float32_has_momentum_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I accumulator_base_sub(accumulator_base_sub_kept[b]);
@@ -807,8 +807,8 @@ struct sm3_float32_has_momentum_no_factored {
                 const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
                 const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(accumulator_at + i, accumulator_position);
-                store(momentum_buffer_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
+                store_byte<3>(accumulator_codes_at + i, accumulator_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -872,9 +872,9 @@ struct sm3_bfloat16_has_momentum_no_factored {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict accumulator_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
         int16_t *__restrict accumulator_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F eps(scalars[1]);
@@ -945,12 +945,12 @@ struct sm3_bfloat16_has_momentum_no_factored {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_at + i);
+                const U8 accumulator_code = raw(accumulator_codes_at + i);
                 const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -1025,8 +1025,8 @@ struct sm3_bfloat16_has_momentum_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I accumulator_base_sub(accumulator_base_sub_kept[b]);
@@ -1040,8 +1040,8 @@ struct sm3_bfloat16_has_momentum_no_factored {
                 const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
                 const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(accumulator_at + i, accumulator_position);
-                store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
+                store_byte<3>(accumulator_codes_at + i, accumulator_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1131,9 +1131,9 @@ struct sm3_float16_has_momentum_no_factored {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];             // uint8 [n]  read and written
-        uint8_t *__restrict accumulator_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        uint8_t *__restrict accumulator_codes_at = (uint8_t *)at[3];      // uint8 [n]  read and written
         int16_t *__restrict accumulator_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F momentum(scalars[0]);
         const F eps(scalars[1]);
@@ -1204,12 +1204,12 @@ struct sm3_float16_has_momentum_no_factored {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 accumulator_code = raw(accumulator_at + i);
+                const U8 accumulator_code = raw(accumulator_codes_at + i);
                 const I accumulator_piece = to_int(accumulator_code);
                 const F accumulator_value = as_float(accumulator_middle_2 + accumulator_piece * accumulator_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F accumulator = accumulator_value * accumulator_value;
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -1302,8 +1302,8 @@ struct sm3_float16_has_momentum_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I accumulator_base_sub(accumulator_base_sub_kept[b]);
@@ -1317,8 +1317,8 @@ struct sm3_float16_has_momentum_no_factored {
                 const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
                 const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store_byte<3>(accumulator_at + i, accumulator_position);
-                store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
+                store_byte<3>(accumulator_codes_at + i, accumulator_position);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -1721,7 +1721,7 @@ struct sm3_float32_has_momentum_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ROW, true, false, NONE, 2},  // accumulator_row
         {3, -1, 4, COLUMN, true, false, NONE, 3},  // accumulator_col
-        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // momentum_buffer
+        {4, -1, 1, ELEMENT, true, true, NONE, 4},  // momentum_buffer_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // momentum_buffer_scale
         {6, 8, 4, ROW, false, true, LARGEST, 6},  // accumulator_row_2
         {7, 9, 4, COLUMN, false, true, LARGEST, 6},  // accumulator_col_2
@@ -1740,7 +1740,7 @@ struct sm3_float32_has_momentum_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict accumulator_row_at = (const float *)at[2];  // float32 [row]  read
         const float *__restrict accumulator_col_at = (const float *)at[3];  // float32 [col]  read
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[4];          // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[4];    // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[5];    // int16 [blocks of 64]  read and written
         float *__restrict accumulator_row_2_at = (float *)at[6];            // float32 [row]  for row_max
         const int32_t step_key = known.step_key;
@@ -1792,7 +1792,7 @@ struct sm3_float32_has_momentum_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F p = load(p_at + i);
@@ -1828,14 +1828,14 @@ struct sm3_float32_has_momentum_1 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -2006,7 +2006,7 @@ struct sm3_bfloat16_has_momentum_1 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ROW, true, false, NONE, 3},  // accumulator_row
         {4, -1, 4, COLUMN, true, false, NONE, 4},  // accumulator_col
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // momentum_buffer
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // momentum_buffer_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // momentum_buffer_scale
         {7, 9, 4, ROW, false, true, LARGEST, 7},  // accumulator_row_2
         {8, 10, 4, COLUMN, false, true, LARGEST, 7},  // accumulator_col_2
@@ -2026,7 +2026,7 @@ struct sm3_bfloat16_has_momentum_1 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];               // uint8 [n]  read and written
         const float *__restrict accumulator_row_at = (const float *)at[3];  // float32 [row]  read
         const float *__restrict accumulator_col_at = (const float *)at[4];  // float32 [col]  read
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
         float *__restrict accumulator_row_2_at = (float *)at[7];            // float32 [row]  for row_max
         const int32_t step_key = known.step_key;
@@ -2079,7 +2079,7 @@ struct sm3_bfloat16_has_momentum_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -2129,14 +2129,14 @@ struct sm3_bfloat16_has_momentum_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -2336,7 +2336,7 @@ struct sm3_float16_has_momentum_1 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ROW, true, false, NONE, 3},  // accumulator_row
         {4, -1, 4, COLUMN, true, false, NONE, 4},  // accumulator_col
-        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // momentum_buffer
+        {5, -1, 1, ELEMENT, true, true, NONE, 5},  // momentum_buffer_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // momentum_buffer_scale
         {7, 9, 4, ROW, false, true, LARGEST, 7},  // accumulator_row_2
         {8, 10, 4, COLUMN, false, true, LARGEST, 7},  // accumulator_col_2
@@ -2356,7 +2356,7 @@ struct sm3_float16_has_momentum_1 {
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];               // uint8 [n]  read and written
         const float *__restrict accumulator_row_at = (const float *)at[3];  // float32 [row]  read
         const float *__restrict accumulator_col_at = (const float *)at[4];  // float32 [col]  read
-        uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[5];          // uint8 [n]  read and written
+        uint8_t *__restrict momentum_buffer_codes_at = (uint8_t *)at[5];    // uint8 [n]  read and written
         int16_t *__restrict momentum_buffer_scale_at = (int16_t *)at[6];    // int16 [blocks of 64]  read and written
         float *__restrict accumulator_row_2_at = (float *)at[7];            // float32 [row]  for row_max
         const int32_t step_key = known.step_key;
@@ -2409,7 +2409,7 @@ struct sm3_float16_has_momentum_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
+                const U8 momentum_buffer_code = raw(momentum_buffer_codes_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_cast = g_stored;
@@ -2477,14 +2477,14 @@ struct sm3_float16_has_momentum_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_codes_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
+                store(momentum_buffer_codes_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
     }
@@ -2667,7 +2667,7 @@ struct sm3_float32_has_momentum {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2
@@ -2715,7 +2715,7 @@ struct sm3_bfloat16_has_momentum {
         {1, ELEMENT},  // weight_low
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2
@@ -2764,7 +2764,7 @@ struct sm3_float16_has_momentum {
         {1, ELEMENT},  // weight_low
         {4, ROW},  // accumulator_row
         {4, COLUMN},  // accumulator_col
-        {1, ELEMENT},  // momentum_buffer
+        {1, ELEMENT},  // momentum_buffer_codes
         {2, BLOCK_OF},  // momentum_buffer_scale
         {4, ROW},  // accumulator_row_2
         {4, COLUMN},  // accumulator_col_2

@@ -181,7 +181,7 @@ def sm3_float16(
 
 
 def sm3_float32_no_factored(
-    p_tensor, g_tensor, accumulator_tensor, accumulator_range_tensor, lr, eps, grad_scale, step_key,
+    p_tensor, g_tensor, accumulator_codes_tensor, accumulator_range_tensor, lr, eps, grad_scale, step_key,
     stream_key, place=None,
 ):
     """One step in place, in strict maths."""
@@ -197,7 +197,7 @@ def sm3_float32_no_factored(
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -233,7 +233,7 @@ def sm3_float32_no_factored(
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     b.store(p_tensor, p)
-    b.store(accumulator_tensor, accumulator_code.to(torch.uint8))
+    b.store(accumulator_codes_tensor, accumulator_code.to(torch.uint8))
     b.store_per_block(accumulator_range_tensor, accumulator_header.to(torch.int16))
 
 
@@ -258,8 +258,8 @@ def sm3_float32_no_factored_small(
 
 
 def sm3_bfloat16_no_factored(
-    p_tensor, g_tensor, weight_low_tensor, accumulator_tensor, accumulator_range_tensor, lr, eps, grad_scale,
-    step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, accumulator_codes_tensor, accumulator_range_tensor, lr, eps,
+    grad_scale, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -278,7 +278,7 @@ def sm3_bfloat16_no_factored(
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -317,7 +317,7 @@ def sm3_bfloat16_no_factored(
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(accumulator_tensor, accumulator_code.to(torch.uint8))
+    b.store(accumulator_codes_tensor, accumulator_code.to(torch.uint8))
     b.store_per_block(accumulator_range_tensor, accumulator_header.to(torch.int16))
 
 
@@ -358,8 +358,8 @@ def sm3_bfloat16_no_factored_small(
 
 
 def sm3_float16_no_factored(
-    p_tensor, g_tensor, weight_low_tensor, accumulator_tensor, accumulator_range_tensor, lr, eps, grad_scale,
-    step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, accumulator_codes_tensor, accumulator_range_tensor, lr, eps,
+    grad_scale, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -384,7 +384,7 @@ def sm3_float16_no_factored(
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -433,7 +433,7 @@ def sm3_float16_no_factored(
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(accumulator_tensor, accumulator_code.to(torch.uint8))
+    b.store(accumulator_codes_tensor, accumulator_code.to(torch.uint8))
     b.store_per_block(accumulator_range_tensor, accumulator_header.to(torch.int16))
 
 
@@ -490,7 +490,7 @@ def sm3_float16_no_factored_small(
 
 
 def sm3_float32_has_momentum(
-    p_tensor, g_tensor, accumulator_row_tensor, accumulator_col_tensor, momentum_buffer_tensor,
+    p_tensor, g_tensor, accumulator_row_tensor, accumulator_col_tensor, momentum_buffer_codes_tensor,
     momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale, one_minus_momentum, step_key, stream_key,
     place=None,
 ):
@@ -507,7 +507,7 @@ def sm3_float32_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -544,7 +544,7 @@ def sm3_float32_has_momentum(
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
     b.store(p_tensor, p)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
     # == row: values of rows
@@ -606,8 +606,8 @@ def sm3_float32_has_momentum_small(
 
 def sm3_bfloat16_has_momentum(
     p_tensor, g_tensor, weight_low_tensor, accumulator_row_tensor, accumulator_col_tensor,
-    momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale, one_minus_momentum,
-    step_key, stream_key, place=None,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale,
+    one_minus_momentum, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -626,7 +626,7 @@ def sm3_bfloat16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -666,7 +666,7 @@ def sm3_bfloat16_has_momentum(
     accumulator_col_2_tensor = b.col_max(total)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
     # == row: values of rows
@@ -744,8 +744,8 @@ def sm3_bfloat16_has_momentum_small(
 
 def sm3_float16_has_momentum(
     p_tensor, g_tensor, weight_low_tensor, accumulator_row_tensor, accumulator_col_tensor,
-    momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale, one_minus_momentum,
-    step_key, stream_key, place=None,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale,
+    one_minus_momentum, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -770,7 +770,7 @@ def sm3_float16_has_momentum(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -820,7 +820,7 @@ def sm3_float16_has_momentum(
     accumulator_col_2_tensor = b.col_max(total)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
     # == row: values of rows
@@ -913,7 +913,7 @@ def sm3_float16_has_momentum_small(
 
 
 def sm3_float32_has_momentum_no_factored(
-    p_tensor, g_tensor, accumulator_tensor, accumulator_range_tensor, momentum_buffer_tensor,
+    p_tensor, g_tensor, accumulator_codes_tensor, accumulator_range_tensor, momentum_buffer_codes_tensor,
     momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale, one_minus_momentum, step_key, stream_key,
     place=None,
 ):
@@ -928,7 +928,7 @@ def sm3_float32_has_momentum_no_factored(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -942,7 +942,7 @@ def sm3_float32_has_momentum_no_factored(
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -988,9 +988,9 @@ def sm3_float32_has_momentum_no_factored(
     momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, p)
-    b.store(accumulator_tensor, accumulator_code.to(torch.uint8))
+    b.store(accumulator_codes_tensor, accumulator_code.to(torch.uint8))
     b.store_per_block(accumulator_range_tensor, accumulator_header.to(torch.int16))
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1022,9 +1022,9 @@ def sm3_float32_has_momentum_no_factored_small(
 
 
 def sm3_bfloat16_has_momentum_no_factored(
-    p_tensor, g_tensor, weight_low_tensor, accumulator_tensor, accumulator_range_tensor,
-    momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale, one_minus_momentum,
-    step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, accumulator_codes_tensor, accumulator_range_tensor,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale,
+    one_minus_momentum, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -1041,7 +1041,7 @@ def sm3_bfloat16_has_momentum_no_factored(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1055,7 +1055,7 @@ def sm3_bfloat16_has_momentum_no_factored(
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1104,9 +1104,9 @@ def sm3_bfloat16_has_momentum_no_factored(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(accumulator_tensor, accumulator_code.to(torch.uint8))
+    b.store(accumulator_codes_tensor, accumulator_code.to(torch.uint8))
     b.store_per_block(accumulator_range_tensor, accumulator_header.to(torch.int16))
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1153,9 +1153,9 @@ def sm3_bfloat16_has_momentum_no_factored_small(
 
 
 def sm3_float16_has_momentum_no_factored(
-    p_tensor, g_tensor, weight_low_tensor, accumulator_tensor, accumulator_range_tensor,
-    momentum_buffer_tensor, momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale, one_minus_momentum,
-    step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, accumulator_codes_tensor, accumulator_range_tensor,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor, lr, momentum, eps, grad_scale,
+    one_minus_momentum, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -1178,7 +1178,7 @@ def sm3_float16_has_momentum_no_factored(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1192,7 +1192,7 @@ def sm3_float16_has_momentum_no_factored(
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1251,9 +1251,9 @@ def sm3_float16_has_momentum_no_factored(
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(accumulator_tensor, accumulator_code.to(torch.uint8))
+    b.store(accumulator_codes_tensor, accumulator_code.to(torch.uint8))
     b.store_per_block(accumulator_range_tensor, accumulator_header.to(torch.int16))
-    b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(momentum_buffer_codes_tensor, (momentum_buffer_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
 
 
@@ -1399,7 +1399,7 @@ def sm3_float16_encode(values):
     }
 
 
-def sm3_float32_no_factored_decode(p_tensor, accumulator_tensor, accumulator_range_tensor):
+def sm3_float32_no_factored_decode(p_tensor, accumulator_codes_tensor, accumulator_range_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -1409,7 +1409,7 @@ def sm3_float32_no_factored_decode(p_tensor, accumulator_tensor, accumulator_ran
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1440,7 +1440,7 @@ def sm3_float32_no_factored_encode(values):
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     return {
         "p": b.flat(in_p),
-        "accumulator": b.flat(accumulator_code.to(torch.uint8)),
+        "accumulator_codes": b.flat(accumulator_code.to(torch.uint8)),
         "accumulator_range": b.flat_per_block(accumulator_header.to(torch.int16)),
     }
 
@@ -1467,7 +1467,9 @@ def sm3_float32_no_factored_small_encode(values):
     }
 
 
-def sm3_bfloat16_no_factored_decode(p_tensor, weight_low_tensor, accumulator_tensor, accumulator_range_tensor):
+def sm3_bfloat16_no_factored_decode(
+    p_tensor, weight_low_tensor, accumulator_codes_tensor, accumulator_range_tensor,
+):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -1481,7 +1483,7 @@ def sm3_bfloat16_no_factored_decode(p_tensor, weight_low_tensor, accumulator_ten
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1515,7 +1517,7 @@ def sm3_bfloat16_no_factored_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "accumulator": b.flat(accumulator_code.to(torch.uint8)),
+        "accumulator_codes": b.flat(accumulator_code.to(torch.uint8)),
         "accumulator_range": b.flat_per_block(accumulator_header.to(torch.int16)),
     }
 
@@ -1549,7 +1551,9 @@ def sm3_bfloat16_no_factored_small_encode(values):
     }
 
 
-def sm3_float16_no_factored_decode(p_tensor, weight_low_tensor, accumulator_tensor, accumulator_range_tensor):
+def sm3_float16_no_factored_decode(
+    p_tensor, weight_low_tensor, accumulator_codes_tensor, accumulator_range_tensor,
+):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p_stored = b.elements(p_tensor)
@@ -1569,7 +1573,7 @@ def sm3_float16_no_factored_decode(p_tensor, weight_low_tensor, accumulator_tens
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1613,7 +1617,7 @@ def sm3_float16_no_factored_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "accumulator": b.flat(accumulator_code.to(torch.uint8)),
+        "accumulator_codes": b.flat(accumulator_code.to(torch.uint8)),
         "accumulator_range": b.flat_per_block(accumulator_header.to(torch.int16)),
     }
 
@@ -1663,7 +1667,7 @@ def sm3_float16_no_factored_small_encode(values):
     }
 
 
-def sm3_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor):
+def sm3_float32_has_momentum_decode(p_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
     p = b.elements(p_tensor)
@@ -1671,7 +1675,7 @@ def sm3_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_b
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1697,7 +1701,7 @@ def sm3_float32_has_momentum_encode(values):
     momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -1725,7 +1729,7 @@ def sm3_float32_has_momentum_small_encode(values):
 
 
 def sm3_bfloat16_has_momentum_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1738,7 +1742,7 @@ def sm3_bfloat16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1767,7 +1771,7 @@ def sm3_bfloat16_has_momentum_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -1802,7 +1806,7 @@ def sm3_bfloat16_has_momentum_small_encode(values):
 
 
 def sm3_float16_has_momentum_decode(
-    p_tensor, weight_low_tensor, momentum_buffer_tensor, momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -1821,7 +1825,7 @@ def sm3_float16_has_momentum_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1860,7 +1864,7 @@ def sm3_float16_has_momentum_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -1911,7 +1915,7 @@ def sm3_float16_has_momentum_small_encode(values):
 
 
 def sm3_float32_has_momentum_no_factored_decode(
-    p_tensor, accumulator_tensor, accumulator_range_tensor, momentum_buffer_tensor,
+    p_tensor, accumulator_codes_tensor, accumulator_range_tensor, momentum_buffer_codes_tensor,
     momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -1923,7 +1927,7 @@ def sm3_float32_has_momentum_no_factored_decode(
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1932,7 +1936,7 @@ def sm3_float32_has_momentum_no_factored_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -1973,9 +1977,9 @@ def sm3_float32_has_momentum_no_factored_encode(values):
     momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
-        "accumulator": b.flat(accumulator_code.to(torch.uint8)),
+        "accumulator_codes": b.flat(accumulator_code.to(torch.uint8)),
         "accumulator_range": b.flat_per_block(accumulator_header.to(torch.int16)),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2007,8 +2011,8 @@ def sm3_float32_has_momentum_no_factored_small_encode(values):
 
 
 def sm3_bfloat16_has_momentum_no_factored_decode(
-    p_tensor, weight_low_tensor, accumulator_tensor, accumulator_range_tensor, momentum_buffer_tensor,
-    momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, accumulator_codes_tensor, accumulator_range_tensor,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2023,7 +2027,7 @@ def sm3_bfloat16_has_momentum_no_factored_decode(
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2032,7 +2036,7 @@ def sm3_bfloat16_has_momentum_no_factored_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2076,9 +2080,9 @@ def sm3_bfloat16_has_momentum_no_factored_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "accumulator": b.flat(accumulator_code.to(torch.uint8)),
+        "accumulator_codes": b.flat(accumulator_code.to(torch.uint8)),
         "accumulator_range": b.flat_per_block(accumulator_header.to(torch.int16)),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 
@@ -2119,8 +2123,8 @@ def sm3_bfloat16_has_momentum_no_factored_small_encode(values):
 
 
 def sm3_float16_has_momentum_no_factored_decode(
-    p_tensor, weight_low_tensor, accumulator_tensor, accumulator_range_tensor, momentum_buffer_tensor,
-    momentum_buffer_scale_tensor,
+    p_tensor, weight_low_tensor, accumulator_codes_tensor, accumulator_range_tensor,
+    momentum_buffer_codes_tensor, momentum_buffer_scale_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -2141,7 +2145,7 @@ def sm3_float16_has_momentum_no_factored_decode(
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = b.elements(accumulator_tensor)
+    accumulator_code = b.elements(accumulator_codes_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
     accumulator_value = (accumulator_middle + accumulator_piece * accumulator_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -2150,7 +2154,7 @@ def sm3_float16_has_momentum_no_factored_decode(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
-    momentum_buffer_code = b.elements(momentum_buffer_tensor)
+    momentum_buffer_code = b.elements(momentum_buffer_codes_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
     momentum_buffer_code = momentum_buffer_code - 128.0
@@ -2204,9 +2208,9 @@ def sm3_float16_has_momentum_no_factored_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "accumulator": b.flat(accumulator_code.to(torch.uint8)),
+        "accumulator_codes": b.flat(accumulator_code.to(torch.uint8)),
         "accumulator_range": b.flat_per_block(accumulator_header.to(torch.int16)),
-        "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "momentum_buffer_codes": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "momentum_buffer_scale": b.flat_per_block((momentum_buffer_up >> 15).to(torch.int16)),
     }
 

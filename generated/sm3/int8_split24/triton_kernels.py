@@ -733,7 +733,7 @@ def sm3_float16_1_flat(
 
 @triton.jit
 def sm3_float32_no_factored_tile(
-    p_ptr, g_ptr, accumulator_ptr, accumulator_range_ptr, at, at_block, live, live_block, index, eps,
+    p_ptr, g_ptr, accumulator_codes_ptr, accumulator_range_ptr, at, at_block, live, live_block, index, eps,
     grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -745,7 +745,7 @@ def sm3_float32_no_factored_tile(
     accumulator_step = tl.fma(4194304.0, inverse(accumulator_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = get(accumulator_ptr, at, live, MASKED)
+    accumulator_code = get(accumulator_codes_ptr, at, live, MASKED)
     accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -780,7 +780,7 @@ def sm3_float32_no_factored_tile(
     accumulator_half_add = accumulator_half * accumulator_scale - 0x800000
     accumulator_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + accumulator_half_add[:, None]
     accumulator_position = tl.maximum(tl.minimum(accumulator_pattern - accumulator_base[:, None], accumulator_base_sub[:, None]), 0) * accumulator_scale[:, None] + accumulator_offset
-    put(accumulator_ptr, at, byte(accumulator_position, 3), live, MASKED)
+    put(accumulator_codes_ptr, at, byte(accumulator_position, 3), live, MASKED)
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     put(accumulator_range_ptr, at_block, accumulator_header.to(tl.int16), live_block, MASKED)
 
@@ -797,7 +797,7 @@ def sm3_float32_no_factored(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    accumulator_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     accumulator_range_ptr = pointer(row + 3, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
     numel = tl.load(row + 4)
     columns = tl.load(row + 5)
@@ -823,7 +823,7 @@ def sm3_float32_no_factored(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sm3_float32_no_factored_tile(
-                p_ptr, g_ptr, accumulator_ptr, accumulator_range_ptr, where, block, live, live_block, number, eps,
+                p_ptr, g_ptr, accumulator_codes_ptr, accumulator_range_ptr, where, block, live, live_block, number, eps,
                 grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, True,
             )
     else:
@@ -833,7 +833,7 @@ def sm3_float32_no_factored(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        accumulator_ptr += origin
+        accumulator_codes_ptr += origin
         accumulator_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -842,7 +842,7 @@ def sm3_float32_no_factored(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sm3_float32_no_factored_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_codes_ptr + start + odd * TILE,
                     accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
                     step_key, stream_key, False,
@@ -854,7 +854,7 @@ def sm3_float32_no_factored(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sm3_float32_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start,
+                p_ptr + start, g_ptr + start, accumulator_codes_ptr + start,
                 accumulator_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                 stream_key, True,
@@ -922,8 +922,8 @@ def sm3_float32_no_factored_small(
 
 @triton.jit
 def sm3_bfloat16_no_factored_tile(
-    p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, accumulator_range_ptr, at, at_block, live, live_block,
-    index, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, at, at_block, live,
+    live_block, index, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -935,7 +935,7 @@ def sm3_bfloat16_no_factored_tile(
     accumulator_step = tl.fma(4194304.0, inverse(accumulator_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = get(accumulator_ptr, at, live, MASKED)
+    accumulator_code = get(accumulator_codes_ptr, at, live, MASKED)
     accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -978,7 +978,7 @@ def sm3_bfloat16_no_factored_tile(
     accumulator_half_add = accumulator_half * accumulator_scale - 0x800000
     accumulator_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + accumulator_half_add[:, None]
     accumulator_position = tl.maximum(tl.minimum(accumulator_pattern - accumulator_base[:, None], accumulator_base_sub[:, None]), 0) * accumulator_scale[:, None] + accumulator_offset
-    put(accumulator_ptr, at, byte(accumulator_position, 3), live, MASKED)
+    put(accumulator_codes_ptr, at, byte(accumulator_position, 3), live, MASKED)
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     put(accumulator_range_ptr, at_block, accumulator_header.to(tl.int16), live_block, MASKED)
 
@@ -996,7 +996,7 @@ def sm3_bfloat16_no_factored(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_ptr = pointer(row + 3, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    accumulator_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     accumulator_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -1022,8 +1022,9 @@ def sm3_bfloat16_no_factored(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sm3_bfloat16_no_factored_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, accumulator_range_ptr, where, block, live, live_block,
-                number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, where, block, live,
+                live_block, number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1033,7 +1034,7 @@ def sm3_bfloat16_no_factored(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        accumulator_ptr += origin
+        accumulator_codes_ptr += origin
         accumulator_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1043,8 +1044,8 @@ def sm3_bfloat16_no_factored(
             for odd in tl.static_range(2):
                 sm3_bfloat16_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
+                    accumulator_codes_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
                     minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
@@ -1054,7 +1055,7 @@ def sm3_bfloat16_no_factored(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sm3_bfloat16_no_factored_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_codes_ptr + start,
                 accumulator_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                 stream_key, True,
@@ -1160,8 +1161,8 @@ def sm3_bfloat16_no_factored_small(
 
 @triton.jit
 def sm3_float16_no_factored_tile(
-    p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, accumulator_range_ptr, at, at_block, live, live_block,
-    index, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key,
+    p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, at, at_block, live,
+    live_block, index, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1173,7 +1174,7 @@ def sm3_float16_no_factored_tile(
     accumulator_step = tl.fma(4194304.0, inverse(accumulator_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = get(accumulator_ptr, at, live, MASKED)
+    accumulator_code = get(accumulator_codes_ptr, at, live, MASKED)
     accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1232,7 +1233,7 @@ def sm3_float16_no_factored_tile(
     accumulator_half_add = accumulator_half * accumulator_scale - 0x800000
     accumulator_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + accumulator_half_add[:, None]
     accumulator_position = tl.maximum(tl.minimum(accumulator_pattern - accumulator_base[:, None], accumulator_base_sub[:, None]), 0) * accumulator_scale[:, None] + accumulator_offset
-    put(accumulator_ptr, at, byte(accumulator_position, 3), live, MASKED)
+    put(accumulator_codes_ptr, at, byte(accumulator_position, 3), live, MASKED)
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     put(accumulator_range_ptr, at_block, accumulator_header.to(tl.int16), live_block, MASKED)
 
@@ -1250,7 +1251,7 @@ def sm3_float16_no_factored(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_ptr = pointer(row + 3, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    accumulator_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     accumulator_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
     numel = tl.load(row + 5)
     columns = tl.load(row + 6)
@@ -1276,8 +1277,9 @@ def sm3_float16_no_factored(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sm3_float16_no_factored_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, accumulator_range_ptr, where, block, live, live_block,
-                number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, True,
+                p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, where, block, live,
+                live_block, number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key,
+                True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1287,7 +1289,7 @@ def sm3_float16_no_factored(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        accumulator_ptr += origin
+        accumulator_codes_ptr += origin
         accumulator_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1297,8 +1299,8 @@ def sm3_float16_no_factored(
             for odd in tl.static_range(2):
                 sm3_float16_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
+                    accumulator_codes_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
                     minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
@@ -1308,7 +1310,7 @@ def sm3_float16_no_factored(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sm3_float16_no_factored_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_codes_ptr + start,
                 accumulator_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                 stream_key, True,
@@ -1430,10 +1432,10 @@ def sm3_float16_no_factored_small(
 
 @triton.jit
 def sm3_float32_has_momentum_1_tile(
-    p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
-    at, at_block, at_row, at_col, live, live_block, live_row, live_col, index, momentum, eps,
-    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
+    momentum_buffer_scale_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col, index,
+    momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+    stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1444,7 +1446,7 @@ def sm3_float32_has_momentum_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     index = within(index, momentum_buffer_code)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1474,7 +1476,7 @@ def sm3_float32_has_momentum_1_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(total, at, live, MASKED, True)
 
 
@@ -1491,7 +1493,7 @@ def sm3_float32_has_momentum_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     accumulator_row_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [rows]  read
     accumulator_col_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     accumulator_row_2_ptr = pointer(row + 8, tl.float32, ALIGNED)     # float32 [partial results]  written
     accumulator_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)     # float32 [partial results]  written
@@ -1520,7 +1522,7 @@ def sm3_float32_has_momentum_1(
     g_ptr += top * columns + left
     accumulator_row_ptr += top
     accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 10)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
@@ -1537,15 +1539,15 @@ def sm3_float32_has_momentum_1(
         start = tile * ROWS
         total_term = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row,
-            lane, at, at_block, at_row, lane, before + (start + at_row) * padded | lane & 7, momentum, eps,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            at_row, lane, at, at_block, at_row, lane, before + (start + at_row) * padded | lane & 7, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         total_term = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
+            accumulator_col_ptr + 256, momentum_buffer_codes_ptr + start * columns + 256,
             momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
@@ -1554,7 +1556,7 @@ def sm3_float32_has_momentum_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         total_term = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
+            accumulator_col_ptr + 512, momentum_buffer_codes_ptr + start * columns + 512,
             momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
@@ -1563,7 +1565,7 @@ def sm3_float32_has_momentum_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         total_term = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
+            accumulator_col_ptr + 768, momentum_buffer_codes_ptr + start * columns + 768,
             momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
@@ -1581,9 +1583,10 @@ def sm3_float32_has_momentum_1(
         live_block = live_row & (block * 64 < width)
         total_term = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
-            momentum_buffer_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row,
-            lane, live, live_block, live_row, live_col, before + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+            momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
+            at_row, lane, live, live_block, live_row, live_col, before + (start + at_row) * padded | lane & 7,
+            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+            stream_key, True,
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
@@ -1592,7 +1595,7 @@ def sm3_float32_has_momentum_1(
         live_block = live_row & (block * 64 < width - 256)
         total_term = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
-            accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
+            accumulator_col_ptr + 256, momentum_buffer_codes_ptr + start * columns + 256,
             momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, live, live_block, live_row,
             live_col, before + 256 + (start + at_row) * padded | lane & 7, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -1604,7 +1607,7 @@ def sm3_float32_has_momentum_1(
         live_block = live_row & (block * 64 < width - 512)
         total_term = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
-            accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
+            accumulator_col_ptr + 512, momentum_buffer_codes_ptr + start * columns + 512,
             momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, live, live_block, live_row,
             live_col, before + 512 + (start + at_row) * padded | lane & 7, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -1616,7 +1619,7 @@ def sm3_float32_has_momentum_1(
         live_block = live_row & (block * 64 < width - 768)
         total_term = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
-            accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
+            accumulator_col_ptr + 768, momentum_buffer_codes_ptr + start * columns + 768,
             momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, live, live_block, live_row,
             live_col, before + 768 + (start + at_row) * padded | lane & 7, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -1646,7 +1649,7 @@ def sm3_float32_has_momentum_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     accumulator_row_ptr = pointer(row + 2, tl.float32, False)         # float32 [rows]  read
     accumulator_col_ptr = pointer(row + 3, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 4, tl.uint8, False)           # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 4, tl.uint8, False)     # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 5, tl.int16, False)     # int16 [blocks of 64]  read and written
     accumulator_row_2_ptr = pointer(row + 8, tl.float32, False)       # float32 [partial results]  written
     accumulator_col_2_ptr = pointer(row + 9, tl.float32, False)       # float32 [partial results]  written
@@ -1674,9 +1677,10 @@ def sm3_float32_has_momentum_1_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         total_term = sm3_float32_has_momentum_1_tile(
-            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
-            at, block, at_row, at_col, live, live_block, live, live, number, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+            p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
+            momentum_buffer_scale_ptr, at, block, at_row, at_col, live, live_block, live, live, number, momentum,
+            eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
+            True,
         )
         put(total_term_ptr, at, total_term, live, True)
 
@@ -1929,7 +1933,7 @@ def sm3_float32_has_momentum_small_2(table, work, LANES: tl.constexpr, ROUND: tl
 
 @triton.jit
 def sm3_bfloat16_has_momentum_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr,
+    p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
     momentum_buffer_scale_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col, index,
     momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
     stream_key, MASKED: tl.constexpr,
@@ -1944,7 +1948,7 @@ def sm3_bfloat16_has_momentum_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1980,7 +1984,7 @@ def sm3_bfloat16_has_momentum_1_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(total, at, live, MASKED, True)
 
 
@@ -1998,7 +2002,7 @@ def sm3_bfloat16_has_momentum_1(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     accumulator_row_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [rows]  read
     accumulator_col_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     accumulator_row_2_ptr = pointer(row + 9, tl.float32, ALIGNED)     # float32 [partial results]  written
     accumulator_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)    # float32 [partial results]  written
@@ -2028,7 +2032,7 @@ def sm3_bfloat16_has_momentum_1(
     weight_low_ptr += top * columns + left
     accumulator_row_ptr += top
     accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 11)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
@@ -2045,7 +2049,7 @@ def sm3_bfloat16_has_momentum_1(
         start = tile * ROWS
         total_term = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns,
+            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
@@ -2054,28 +2058,31 @@ def sm3_bfloat16_has_momentum_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         total_term = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
-            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at_row, lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7,
+            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+            stream_key, False,
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         total_term = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
-            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at_row, lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7,
+            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+            stream_key, False,
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         total_term = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
-            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at_row, lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7,
+            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+            stream_key, False,
         )
         total_term_1 = larger(total_term_1, total_term)
         total_term_0 = larger(total_term_0, total_term_1)
@@ -2090,7 +2097,7 @@ def sm3_bfloat16_has_momentum_1(
         live_block = live_row & (block * 64 < width)
         total_term = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns,
+            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, live, live_block, live_row,
             live_col, before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -2102,10 +2109,11 @@ def sm3_bfloat16_has_momentum_1(
         live_block = live_row & (block * 64 < width - 256)
         total_term = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
-            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + 256 + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
@@ -2114,10 +2122,11 @@ def sm3_bfloat16_has_momentum_1(
         live_block = live_row & (block * 64 < width - 512)
         total_term = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
-            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + 512 + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
@@ -2126,10 +2135,11 @@ def sm3_bfloat16_has_momentum_1(
         live_block = live_row & (block * 64 < width - 768)
         total_term = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
-            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + 768 + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
         total_term_1 = larger(total_term_1, total_term)
         total_term_0 = larger(total_term_0, total_term_1)
@@ -2157,7 +2167,7 @@ def sm3_bfloat16_has_momentum_1_flat(
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     accumulator_row_ptr = pointer(row + 3, tl.float32, False)         # float32 [rows]  read
     accumulator_col_ptr = pointer(row + 4, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 5, tl.uint8, False)           # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, False)     # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, False)     # int16 [blocks of 64]  read and written
     accumulator_row_2_ptr = pointer(row + 9, tl.float32, False)       # float32 [partial results]  written
     accumulator_col_2_ptr = pointer(row + 10, tl.float32, False)      # float32 [partial results]  written
@@ -2185,7 +2195,7 @@ def sm3_bfloat16_has_momentum_1_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         total_term = sm3_bfloat16_has_momentum_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr,
+            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
             momentum_buffer_scale_ptr, at, block, at_row, at_col, live, live_block, live, live, number, momentum,
             eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
             True,
@@ -2484,7 +2494,7 @@ def sm3_bfloat16_has_momentum_small_2(table, work, LANES: tl.constexpr, ROUND: t
 
 @triton.jit
 def sm3_float16_has_momentum_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr,
+    p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
     momentum_buffer_scale_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col, index,
     momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
     stream_key, MASKED: tl.constexpr,
@@ -2499,7 +2509,7 @@ def sm3_float16_has_momentum_1_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -2551,7 +2561,7 @@ def sm3_float16_has_momentum_1_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
     return term(total, at, live, MASKED, True)
 
 
@@ -2569,7 +2579,7 @@ def sm3_float16_has_momentum_1(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     accumulator_row_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [rows]  read
     accumulator_col_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     accumulator_row_2_ptr = pointer(row + 9, tl.float32, ALIGNED)     # float32 [partial results]  written
     accumulator_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)    # float32 [partial results]  written
@@ -2599,7 +2609,7 @@ def sm3_float16_has_momentum_1(
     weight_low_ptr += top * columns + left
     accumulator_row_ptr += top
     accumulator_col_ptr += matrix * columns + left
-    momentum_buffer_ptr += top * columns + left
+    momentum_buffer_codes_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
     accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 11)) + top
     accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
@@ -2616,7 +2626,7 @@ def sm3_float16_has_momentum_1(
         start = tile * ROWS
         total_term = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns,
+            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, at, at_block, at_row, lane,
             before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
@@ -2625,28 +2635,31 @@ def sm3_float16_has_momentum_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         total_term = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
-            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at_row, lane, at, at_block, at_row, lane, before + 256 + (start + at_row) * padded | lane & 7,
+            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+            stream_key, False,
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         total_term = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
-            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at_row, lane, at, at_block, at_row, lane, before + 512 + (start + at_row) * padded | lane & 7,
+            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+            stream_key, False,
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         total_term = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
-            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, at, at_block, at_row, lane,
-            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
-            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at_row, lane, at, at_block, at_row, lane, before + 768 + (start + at_row) * padded | lane & 7,
+            momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+            stream_key, False,
         )
         total_term_1 = larger(total_term_1, total_term)
         total_term_0 = larger(total_term_0, total_term_1)
@@ -2661,7 +2674,7 @@ def sm3_float16_has_momentum_1(
         live_block = live_row & (block * 64 < width)
         total_term = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
-            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns,
+            accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, live, live_block, live_row,
             live_col, before + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -2673,10 +2686,11 @@ def sm3_float16_has_momentum_1(
         live_block = live_row & (block * 64 < width - 256)
         total_term = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
-            accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256,
-            momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + 256 + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+            accumulator_row_ptr + start, accumulator_col_ptr + 256,
+            momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
+            at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 256 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
@@ -2685,10 +2699,11 @@ def sm3_float16_has_momentum_1(
         live_block = live_row & (block * 64 < width - 512)
         total_term = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
-            accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512,
-            momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + 512 + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+            accumulator_row_ptr + start, accumulator_col_ptr + 512,
+            momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
+            at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 512 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
@@ -2697,10 +2712,11 @@ def sm3_float16_has_momentum_1(
         live_block = live_row & (block * 64 < width - 768)
         total_term = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
-            accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768,
-            momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, live, live_block, live_row,
-            live_col, before + 768 + (start + at_row) * padded | lane & 7, momentum, eps,
-            grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+            accumulator_row_ptr + start, accumulator_col_ptr + 768,
+            momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
+            at_block, at_row, lane, live, live_block, live_row, live_col,
+            before + 768 + (start + at_row) * padded | lane & 7, momentum, eps, grad_scale_times_grad_scale,
+            one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
         )
         total_term_1 = larger(total_term_1, total_term)
         total_term_0 = larger(total_term_0, total_term_1)
@@ -2728,7 +2744,7 @@ def sm3_float16_has_momentum_1_flat(
     weight_low_ptr = pointer(row + 2, tl.uint8, False)                # uint8 [n]  read and written
     accumulator_row_ptr = pointer(row + 3, tl.float32, False)         # float32 [rows]  read
     accumulator_col_ptr = pointer(row + 4, tl.float32, False)         # float32 [columns]  read
-    momentum_buffer_ptr = pointer(row + 5, tl.uint8, False)           # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, False)     # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, False)     # int16 [blocks of 64]  read and written
     accumulator_row_2_ptr = pointer(row + 9, tl.float32, False)       # float32 [partial results]  written
     accumulator_col_2_ptr = pointer(row + 10, tl.float32, False)      # float32 [partial results]  written
@@ -2756,7 +2772,7 @@ def sm3_float16_has_momentum_1_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         total_term = sm3_float16_has_momentum_1_tile(
-            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr,
+            p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
             momentum_buffer_scale_ptr, at, block, at_row, at_col, live, live_block, live, live, number, momentum,
             eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
             True,
@@ -3021,9 +3037,10 @@ def sm3_float16_has_momentum_small_1_flat(
 
 @triton.jit
 def sm3_float32_has_momentum_no_factored_tile(
-    p_ptr, g_ptr, accumulator_ptr, accumulator_range_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, at,
-    at_block, live, live_block, index, momentum, eps, grad_scale_times_grad_scale,
-    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, accumulator_codes_ptr, accumulator_range_ptr, momentum_buffer_codes_ptr,
+    momentum_buffer_scale_ptr, at, at_block, live, live_block, index, momentum, eps,
+    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3034,7 +3051,7 @@ def sm3_float32_has_momentum_no_factored_tile(
     accumulator_step = tl.fma(4194304.0, inverse(accumulator_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = get(accumulator_ptr, at, live, MASKED)
+    accumulator_code = get(accumulator_codes_ptr, at, live, MASKED)
     accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3043,7 +3060,7 @@ def sm3_float32_has_momentum_no_factored_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p = get(p_ptr, at, live, MASKED)
@@ -3078,7 +3095,7 @@ def sm3_float32_has_momentum_no_factored_tile(
     accumulator_half_add = accumulator_half * accumulator_scale - 0x800000
     accumulator_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + accumulator_half_add[:, None]
     accumulator_position = tl.maximum(tl.minimum(accumulator_pattern - accumulator_base[:, None], accumulator_base_sub[:, None]), 0) * accumulator_scale[:, None] + accumulator_offset
-    put(accumulator_ptr, at, byte(accumulator_position, 3), live, MASKED)
+    put(accumulator_codes_ptr, at, byte(accumulator_position, 3), live, MASKED)
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     put(accumulator_range_ptr, at_block, accumulator_header.to(tl.int16), live_block, MASKED)
     momentum_buffer_abs = tl.abs(momentum_buffer)
@@ -3089,7 +3106,7 @@ def sm3_float32_has_momentum_no_factored_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 0), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 0), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3105,9 +3122,9 @@ def sm3_float32_has_momentum_no_factored(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    accumulator_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     accumulator_range_ptr = pointer(row + 3, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    momentum_buffer_ptr = pointer(row + 4, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 6)
     columns = tl.load(row + 7)
@@ -3133,9 +3150,9 @@ def sm3_float32_has_momentum_no_factored(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sm3_float32_has_momentum_no_factored_tile(
-                p_ptr, g_ptr, accumulator_ptr, accumulator_range_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
-                where, block, live, live_block, number, momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
+                p_ptr, g_ptr, accumulator_codes_ptr, accumulator_range_ptr, momentum_buffer_codes_ptr,
+                momentum_buffer_scale_ptr, where, block, live, live_block, number, momentum, eps,
+                grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3144,9 +3161,9 @@ def sm3_float32_has_momentum_no_factored(
         origin = first * TILE
         p_ptr += origin
         g_ptr += origin
-        accumulator_ptr += origin
+        accumulator_codes_ptr += origin
         accumulator_range_ptr += first * BLOCKS
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3155,8 +3172,9 @@ def sm3_float32_has_momentum_no_factored(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 sm3_float32_has_momentum_no_factored_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
-                    accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_codes_ptr + start + odd * TILE,
+                    accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
@@ -3168,8 +3186,8 @@ def sm3_float32_has_momentum_no_factored(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sm3_float32_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, accumulator_codes_ptr + start,
+                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
                 one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -3249,7 +3267,7 @@ def sm3_float32_has_momentum_no_factored_small(
 
 @triton.jit
 def sm3_bfloat16_has_momentum_no_factored_tile(
-    p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, accumulator_range_ptr, momentum_buffer_ptr,
+    p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, momentum_buffer_codes_ptr,
     momentum_buffer_scale_ptr, at, at_block, live, live_block, index, momentum, eps,
     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -3263,7 +3281,7 @@ def sm3_bfloat16_has_momentum_no_factored_tile(
     accumulator_step = tl.fma(4194304.0, inverse(accumulator_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = get(accumulator_ptr, at, live, MASKED)
+    accumulator_code = get(accumulator_codes_ptr, at, live, MASKED)
     accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3272,7 +3290,7 @@ def sm3_bfloat16_has_momentum_no_factored_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -3315,7 +3333,7 @@ def sm3_bfloat16_has_momentum_no_factored_tile(
     accumulator_half_add = accumulator_half * accumulator_scale - 0x800000
     accumulator_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + accumulator_half_add[:, None]
     accumulator_position = tl.maximum(tl.minimum(accumulator_pattern - accumulator_base[:, None], accumulator_base_sub[:, None]), 0) * accumulator_scale[:, None] + accumulator_offset
-    put(accumulator_ptr, at, byte(accumulator_position, 3), live, MASKED)
+    put(accumulator_codes_ptr, at, byte(accumulator_position, 3), live, MASKED)
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     put(accumulator_range_ptr, at_block, accumulator_header.to(tl.int16), live_block, MASKED)
     momentum_buffer_abs = tl.abs(momentum_buffer)
@@ -3326,7 +3344,7 @@ def sm3_bfloat16_has_momentum_no_factored_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3343,9 +3361,9 @@ def sm3_bfloat16_has_momentum_no_factored(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_ptr = pointer(row + 3, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    accumulator_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     accumulator_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    momentum_buffer_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -3371,7 +3389,7 @@ def sm3_bfloat16_has_momentum_no_factored(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sm3_bfloat16_has_momentum_no_factored_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, accumulator_range_ptr, momentum_buffer_ptr,
+                p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, momentum_buffer_codes_ptr,
                 momentum_buffer_scale_ptr, where, block, live, live_block, number, momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
@@ -3383,9 +3401,9 @@ def sm3_bfloat16_has_momentum_no_factored(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        accumulator_ptr += origin
+        accumulator_codes_ptr += origin
         accumulator_range_ptr += first * BLOCKS
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3395,10 +3413,11 @@ def sm3_bfloat16_has_momentum_no_factored(
             for odd in tl.static_range(2):
                 sm3_bfloat16_has_momentum_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, eps,
-                    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+                    accumulator_codes_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
+                    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -3407,8 +3426,8 @@ def sm3_bfloat16_has_momentum_no_factored(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sm3_bfloat16_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_codes_ptr + start,
+                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
                 one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
@@ -3527,7 +3546,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
 
 @triton.jit
 def sm3_float16_has_momentum_no_factored_tile(
-    p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, accumulator_range_ptr, momentum_buffer_ptr,
+    p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, momentum_buffer_codes_ptr,
     momentum_buffer_scale_ptr, at, at_block, live, live_block, index, momentum, eps,
     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -3541,7 +3560,7 @@ def sm3_float16_has_momentum_no_factored_tile(
     accumulator_step = tl.fma(4194304.0, inverse(accumulator_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = tl.where(accumulator_header == 0, 0, accumulator_middle)
-    accumulator_code = get(accumulator_ptr, at, live, MASKED)
+    accumulator_code = get(accumulator_codes_ptr, at, live, MASKED)
     accumulator_piece = apart(accumulator_code)
     accumulator_value = (accumulator_middle[:, None] + accumulator_piece * accumulator_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -3550,7 +3569,7 @@ def sm3_float16_has_momentum_no_factored_tile(
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
     momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
     momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
-    momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
+    momentum_buffer_code = get(momentum_buffer_codes_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -3609,7 +3628,7 @@ def sm3_float16_has_momentum_no_factored_tile(
     accumulator_half_add = accumulator_half * accumulator_scale - 0x800000
     accumulator_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + accumulator_half_add[:, None]
     accumulator_position = tl.maximum(tl.minimum(accumulator_pattern - accumulator_base[:, None], accumulator_base_sub[:, None]), 0) * accumulator_scale[:, None] + accumulator_offset
-    put(accumulator_ptr, at, byte(accumulator_position, 3), live, MASKED)
+    put(accumulator_codes_ptr, at, byte(accumulator_position, 3), live, MASKED)
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     put(accumulator_range_ptr, at_block, accumulator_header.to(tl.int16), live_block, MASKED)
     momentum_buffer_abs = tl.abs(momentum_buffer)
@@ -3620,7 +3639,7 @@ def sm3_float16_has_momentum_no_factored_tile(
     momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
+    put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3637,9 +3656,9 @@ def sm3_float16_has_momentum_no_factored(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_ptr = pointer(row + 3, tl.uint8, ALIGNED)             # uint8 [n]  read and written
+    accumulator_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
     accumulator_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    momentum_buffer_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
+    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
     momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
     numel = tl.load(row + 7)
     columns = tl.load(row + 8)
@@ -3665,7 +3684,7 @@ def sm3_float16_has_momentum_no_factored(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             sm3_float16_has_momentum_no_factored_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, accumulator_range_ptr, momentum_buffer_ptr,
+                p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, momentum_buffer_codes_ptr,
                 momentum_buffer_scale_ptr, where, block, live, live_block, number, momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
@@ -3677,9 +3696,9 @@ def sm3_float16_has_momentum_no_factored(
         p_ptr += origin
         g_ptr += origin
         weight_low_ptr += origin
-        accumulator_ptr += origin
+        accumulator_codes_ptr += origin
         accumulator_range_ptr += first * BLOCKS
-        momentum_buffer_ptr += origin
+        momentum_buffer_codes_ptr += origin
         momentum_buffer_scale_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -3689,10 +3708,11 @@ def sm3_float16_has_momentum_no_factored(
             for odd in tl.static_range(2):
                 sm3_float16_has_momentum_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, eps,
-                    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+                    accumulator_codes_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    momentum_buffer_codes_ptr + start + odd * TILE,
+                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
+                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
+                    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         full = count // (2 * TILE) * 2
         for part in range(0, tl.cdiv(count - full * TILE, LESS)):
@@ -3701,8 +3721,8 @@ def sm3_float16_has_momentum_no_factored(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             sm3_float16_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_codes_ptr + start,
+                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
                 momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
                 one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,

@@ -31,9 +31,9 @@ struct stable_adamw_float32_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {2, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
         {6, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_surprise
     };
@@ -48,9 +48,9 @@ struct stable_adamw_float32_1 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_surprise_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         const int32_t step_key = known.step_key;
@@ -125,10 +125,10 @@ struct stable_adamw_float32_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -183,7 +183,7 @@ struct stable_adamw_float32_1 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -204,7 +204,7 @@ struct stable_adamw_float32_1 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -222,14 +222,14 @@ struct stable_adamw_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise & 4095) >> 12);
             }
         }
     }
@@ -281,9 +281,9 @@ struct stable_adamw_float32_3 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
-        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg
+        {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_codes
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_scale
-        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
+        {4, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq_codes
         {5, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {8, -1, 4, WHOLE, true, false, NONE, 5},  // one_minus_rate_times_weight_decay
         {7, -1, 4, WHOLE, true, false, NONE, 6},  // rate
@@ -292,9 +292,9 @@ struct stable_adamw_float32_3 {
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                                 // float32 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[1];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[1];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[2];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[3];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         // float32 [tensor]  read
         const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[5];
@@ -326,17 +326,17 @@ struct stable_adamw_float32_3 {
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -485,9 +485,9 @@ struct stable_adamw_bfloat16_1 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg
+        {3, -1, 1, ELEMENT, true, true, NONE, 1},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, true, NONE, 2},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, true, NONE, 3},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_sq_range
         {7, 10, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_surprise
     };
@@ -502,9 +502,9 @@ struct stable_adamw_bfloat16_1 {
                                     int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];              // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[1];        // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[2];        // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
         float *__restrict tensor_sum_for_surprise_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         const int32_t step_key = known.step_key;
@@ -579,10 +579,10 @@ struct stable_adamw_bfloat16_1 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -638,7 +638,7 @@ struct stable_adamw_bfloat16_1 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -659,7 +659,7 @@ struct stable_adamw_bfloat16_1 {
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -677,14 +677,14 @@ struct stable_adamw_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.003937007859349251f, abs(exp_avg_value), exp_avg_divisor_mul), 3200.0f));
-                store(exp_avg_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
+                store(exp_avg_codes_at + i, exp_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
     }
@@ -737,9 +737,9 @@ struct stable_adamw_bfloat16_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // rate
@@ -749,9 +749,9 @@ struct stable_adamw_bfloat16_3 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                           // bfloat16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                    // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[4];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[4];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[5];  // int16 [blocks of 64]  read
         // float32 [tensor]  read
         const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
@@ -801,8 +801,8 @@ struct stable_adamw_bfloat16_3 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -810,10 +810,10 @@ struct stable_adamw_bfloat16_3 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1000,9 +1000,9 @@ struct stable_adamw_float16_3 {
     static constexpr Place PLACES[] = {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {2, -1, 1, ELEMENT, true, true, NONE, 1},  // weight_low
-        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg
+        {3, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_codes
         {4, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_scale
-        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq
+        {5, -1, 1, ELEMENT, true, false, NONE, 4},  // exp_avg_sq_codes
         {6, -1, 2, BLOCK_OF, true, false, NONE, 5},  // exp_avg_sq_range
         {9, -1, 4, WHOLE, true, false, NONE, 6},  // one_minus_rate_times_weight_decay
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // rate
@@ -1012,9 +1012,9 @@ struct stable_adamw_float16_3 {
                                  int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                           // float16 [n]  read and written
         uint8_t *__restrict weight_low_at = (uint8_t *)at[1];                    // uint8 [n]  read and written
-        const uint8_t *__restrict exp_avg_at = (const uint8_t *)at[2];           // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_codes_at = (const uint8_t *)at[2];     // uint8 [n]  read
         const int16_t *__restrict exp_avg_scale_at = (const int16_t *)at[3];     // int16 [blocks of 64]  read
-        const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[4];        // uint8 [n]  read
+        const uint8_t *__restrict exp_avg_sq_codes_at = (const uint8_t *)at[4];  // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[5];  // int16 [blocks of 64]  read
         // float32 [tensor]  read
         const float *__restrict one_minus_rate_times_weight_decay_at = (const float *)at[6];
@@ -1064,8 +1064,8 @@ struct stable_adamw_float16_3 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -1073,10 +1073,10 @@ struct stable_adamw_float16_3 {
                 const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1225,9 +1225,9 @@ struct stable_adamw_float32 {
     static constexpr StageColumn COLUMNS[] = {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_surprise
         {4, WHOLE},  // rate
@@ -1272,9 +1272,9 @@ struct stable_adamw_bfloat16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_surprise
         {4, WHOLE},  // rate
@@ -1320,9 +1320,9 @@ struct stable_adamw_float16 {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
-        {1, ELEMENT},  // exp_avg
+        {1, ELEMENT},  // exp_avg_codes
         {2, BLOCK_OF},  // exp_avg_scale
-        {1, ELEMENT},  // exp_avg_sq
+        {1, ELEMENT},  // exp_avg_sq_codes
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_surprise
         {4, WHOLE},  // rate

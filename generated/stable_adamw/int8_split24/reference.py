@@ -24,9 +24,9 @@ from optgen.runtime.eager import Blocks, block_max, block_min, larger, quotient,
 
 
 def stable_adamw_float32(
-    p_tensor, g_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
-    grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr, weight_decay, eps, step_key,
-    stream_key, place=None,
+    p_tensor, g_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
+    exp_avg_sq_range_tensor, grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr,
+    weight_decay, eps, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -40,7 +40,7 @@ def stable_adamw_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -52,7 +52,7 @@ def stable_adamw_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -104,9 +104,9 @@ def stable_adamw_float32(
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == tensor: values of tensors
@@ -129,7 +129,7 @@ def stable_adamw_float32(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -141,7 +141,7 @@ def stable_adamw_float32(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -209,9 +209,9 @@ def stable_adamw_float32_small(
 
 
 def stable_adamw_bfloat16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr,
-    weight_decay, eps, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3,
+    eps_times_eps, lr, weight_decay, eps, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -225,7 +225,7 @@ def stable_adamw_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -237,7 +237,7 @@ def stable_adamw_bfloat16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -289,9 +289,9 @@ def stable_adamw_bfloat16(
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == tensor: values of tensors
@@ -318,7 +318,7 @@ def stable_adamw_bfloat16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -330,7 +330,7 @@ def stable_adamw_bfloat16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -424,9 +424,9 @@ def stable_adamw_bfloat16_small(
 
 
 def stable_adamw_float16(
-    p_tensor, g_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
-    exp_avg_sq_range_tensor, grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3, eps_times_eps, lr,
-    weight_decay, eps, step_key, stream_key, place=None,
+    p_tensor, g_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor,
+    exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor, grad_scale, beta1_hat, scalar_1, beta2_hat, scalar_3,
+    eps_times_eps, lr, weight_decay, eps, step_key, stream_key, place=None,
 ):
     """One step in place, in strict maths."""
     b = Blocks(p_tensor, 64, place)
@@ -440,7 +440,7 @@ def stable_adamw_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -452,7 +452,7 @@ def stable_adamw_float16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -504,9 +504,9 @@ def stable_adamw_float16(
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     tensor_sum_for_surprise_tensor = b.tensor_sum(g * g / larger(exp_avg_sq, eps_times_eps))
-    b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
+    b.store(exp_avg_codes_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
-    b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
+    b.store(exp_avg_sq_codes_tensor, exp_avg_sq_code.to(torch.uint8))
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
 
     # == tensor: values of tensors
@@ -539,7 +539,7 @@ def stable_adamw_float16(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -551,7 +551,7 @@ def stable_adamw_float16(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit signed blocks of 64: relative, softsign, ue8m8 scale, stochastic
@@ -671,7 +671,7 @@ def stable_adamw_float16_small(
 
 
 def stable_adamw_float32_decode(
-    p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor, exp_avg_sq_range_tensor,
+    p_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor, exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
     b = Blocks(p_tensor, 64)
@@ -682,7 +682,7 @@ def stable_adamw_float32_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -691,7 +691,7 @@ def stable_adamw_float32_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -738,9 +738,9 @@ def stable_adamw_float32_encode(values):
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -772,7 +772,7 @@ def stable_adamw_float32_small_encode(values):
 
 
 def stable_adamw_bfloat16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -788,7 +788,7 @@ def stable_adamw_bfloat16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -797,7 +797,7 @@ def stable_adamw_bfloat16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -847,9 +847,9 @@ def stable_adamw_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 
@@ -888,7 +888,7 @@ def stable_adamw_bfloat16_small_encode(values):
 
 
 def stable_adamw_float16_decode(
-    p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_avg_sq_tensor,
+    p_tensor, weight_low_tensor, exp_avg_codes_tensor, exp_avg_scale_tensor, exp_avg_sq_codes_tensor,
     exp_avg_sq_range_tensor,
 ):
     """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter's shape."""
@@ -910,7 +910,7 @@ def stable_adamw_float16_decode(
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
+    exp_avg_sq_code = b.elements(exp_avg_sq_codes_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_value = (exp_avg_sq_middle + exp_avg_sq_piece * exp_avg_sq_step).view(torch.float32)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -919,7 +919,7 @@ def stable_adamw_float16_decode(
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
-    exp_avg_code = b.elements(exp_avg_tensor)
+    exp_avg_code = b.elements(exp_avg_codes_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
@@ -979,9 +979,9 @@ def stable_adamw_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
+        "exp_avg_codes": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
-        "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
+        "exp_avg_sq_codes": b.flat(exp_avg_sq_code.to(torch.uint8)),
         "exp_avg_sq_range": b.flat_per_block(exp_avg_sq_header.to(torch.int16)),
     }
 

@@ -30,8 +30,8 @@ from optgen.runtime.triton_prelude import (
 
 @triton.jit
 def stable_adamw_float32_1_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
+    g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block,
+    live, live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -41,7 +41,7 @@ def stable_adamw_float32_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -50,7 +50,7 @@ def stable_adamw_float32_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -87,7 +87,7 @@ def stable_adamw_float32_1_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -99,7 +99,7 @@ def stable_adamw_float32_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 0), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     return term(g * g, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
@@ -116,9 +116,9 @@ def stable_adamw_float32_1(
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     tensor_sum_for_surprise_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 13)
@@ -147,8 +147,9 @@ def stable_adamw_float32_1(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
-                g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, True,
+                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block,
+                live, live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
+                True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
@@ -157,9 +158,9 @@ def stable_adamw_float32_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -168,8 +169,8 @@ def stable_adamw_float32_1(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
                     step_key, stream_key, False,
@@ -182,8 +183,8 @@ def stable_adamw_float32_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
                 step_key, stream_key, True,
             )
@@ -242,7 +243,7 @@ def stable_adamw_float32_2(
 
 @triton.jit
 def stable_adamw_float32_3_tile(
-    p_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
     one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at_block, live, live_block, eps,
     MASKED: tl.constexpr,
 ):
@@ -253,7 +254,7 @@ def stable_adamw_float32_3_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     rate = tl.load(rate_ptr)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -262,7 +263,7 @@ def stable_adamw_float32_3_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -287,9 +288,9 @@ def stable_adamw_float32_3(
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     one_minus_rate_times_weight_decay_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
     rate_ptr = pointer(row + 7, tl.float32, ALIGNED)                  # float32 [1]  read
@@ -312,7 +313,7 @@ def stable_adamw_float32_3(
             live_block = block < blocks
             live = (lane < columns) & live_block[:, None]
             stable_adamw_float32_3_tile(
-                p_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, where, block, live, live_block, eps, True,
             )
     else:
@@ -321,17 +322,17 @@ def stable_adamw_float32_3(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         p_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         for pair in range(0, count // (2 * TILE)):
             start = opaque(pair) * (2 * TILE)
             for odd in tl.static_range(2):
                 stable_adamw_float32_3_tile(
-                    p_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, at, at_block, at, at_block, eps, False,
                 )
@@ -342,8 +343,8 @@ def stable_adamw_float32_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             stable_adamw_float32_3_tile(
-                p_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                p_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, few, few_blocks, live, live_block, eps, True,
             )
 
@@ -503,8 +504,8 @@ def stable_adamw_float32_small_3(
 
 @triton.jit
 def stable_adamw_bfloat16_1_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
+    g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block,
+    live, live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -514,7 +515,7 @@ def stable_adamw_bfloat16_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -523,7 +524,7 @@ def stable_adamw_bfloat16_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -561,7 +562,7 @@ def stable_adamw_bfloat16_1_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -573,7 +574,7 @@ def stable_adamw_bfloat16_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
@@ -590,9 +591,9 @@ def stable_adamw_bfloat16_1(
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     tensor_sum_for_surprise_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 14)
@@ -621,8 +622,9 @@ def stable_adamw_bfloat16_1(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
-                g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, True,
+                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block,
+                live, live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
+                True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
@@ -631,9 +633,9 @@ def stable_adamw_bfloat16_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -642,8 +644,8 @@ def stable_adamw_bfloat16_1(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
                     step_key, stream_key, False,
@@ -656,8 +658,8 @@ def stable_adamw_bfloat16_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
                 step_key, stream_key, True,
             )
@@ -689,7 +691,7 @@ def stable_adamw_bfloat16_2(
 
 @triton.jit
 def stable_adamw_bfloat16_3_tile(
-    p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
     one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at_block, live, live_block, index, eps, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
@@ -700,7 +702,7 @@ def stable_adamw_bfloat16_3_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     rate = tl.load(rate_ptr)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -709,7 +711,7 @@ def stable_adamw_bfloat16_3_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -749,9 +751,9 @@ def stable_adamw_bfloat16_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     one_minus_rate_times_weight_decay_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     rate_ptr = pointer(row + 8, tl.float32, ALIGNED)                  # float32 [1]  read
@@ -779,7 +781,7 @@ def stable_adamw_bfloat16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             stable_adamw_bfloat16_3_tile(
-                p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, where, block, live, live_block, number, eps, step_key,
                 stream_key, True,
             )
@@ -790,9 +792,9 @@ def stable_adamw_bfloat16_3(
         origin = first * TILE
         p_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -801,8 +803,8 @@ def stable_adamw_bfloat16_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 stable_adamw_bfloat16_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, step_key,
                     stream_key, False,
@@ -814,8 +816,8 @@ def stable_adamw_bfloat16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             stable_adamw_bfloat16_3_tile(
-                p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr, rate_ptr, few,
                 few_blocks, live, live_block, numbered(before + start, few), eps, step_key, stream_key, True,
             )
@@ -1014,8 +1016,8 @@ def stable_adamw_bfloat16_small_3(
 
 @triton.jit
 def stable_adamw_float16_1_tile(
-    g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, at, at_block, live,
-    live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
+    g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, at, at_block,
+    live, live_block, index, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1025,7 +1027,7 @@ def stable_adamw_float16_1_tile(
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1034,7 +1036,7 @@ def stable_adamw_float16_1_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1072,7 +1074,7 @@ def stable_adamw_float16_1_tile(
     exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
     exp_avg_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + exp_avg_sq_half_add[:, None]
     exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
-    put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
+    put(exp_avg_sq_codes_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
     exp_avg_sq_code = (exp_avg_sq_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     exp_avg_sq_value = (exp_avg_sq_start_add[:, None] + exp_avg_sq_code * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     exp_avg_value = exp_avg * reciprocal(exp_avg_sq_value)
@@ -1084,7 +1086,7 @@ def stable_adamw_float16_1_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     exp_avg_pattern = tl.fma(exp_avg_value, reciprocal(tl.fma(0.003937007874015748, exp_avg_value_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
+    put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 8), live, MASKED)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
     return term(g_cast * g_cast, at, live, MASKED), term(reciprocal(tl.maximum(exp_avg_sq, eps_times_eps, propagate_nan=tl.PropagateNan.ALL)), at, live, MASKED)
@@ -1101,9 +1103,9 @@ def stable_adamw_float16_1(
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     tensor_sum_for_surprise_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 14)
@@ -1132,8 +1134,9 @@ def stable_adamw_float16_1(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
-                g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
-                live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, True,
+                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block,
+                live, live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key,
+                True,
             )
             tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
@@ -1142,9 +1145,9 @@ def stable_adamw_float16_1(
         few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
         origin = first * TILE
         g_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1153,8 +1156,8 @@ def stable_adamw_float16_1(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
                     numbered(before + start + odd * TILE, at), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
                     step_key, stream_key, False,
@@ -1167,8 +1170,8 @@ def stable_adamw_float16_1(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
                 live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
                 step_key, stream_key, True,
             )
@@ -1178,7 +1181,7 @@ def stable_adamw_float16_1(
 
 @triton.jit
 def stable_adamw_float16_3_tile(
-    p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
     one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at_block, live, live_block, index, eps, step_key,
     stream_key, MASKED: tl.constexpr,
 ):
@@ -1189,7 +1192,7 @@ def stable_adamw_float16_3_tile(
     exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
     exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     rate = tl.load(rate_ptr)
-    exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
+    exp_avg_code = get(exp_avg_codes_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
@@ -1198,7 +1201,7 @@ def stable_adamw_float16_3_tile(
     exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
     exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
-    exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
+    exp_avg_sq_code = get(exp_avg_sq_codes_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
     exp_avg_sq_value = (exp_avg_sq_middle[:, None] + exp_avg_sq_piece * exp_avg_sq_step[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
@@ -1254,9 +1257,9 @@ def stable_adamw_float16_3(
     first = tl.load(item + 1).to(tl.int64)
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
+    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read
+    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
     one_minus_rate_times_weight_decay_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     rate_ptr = pointer(row + 8, tl.float32, ALIGNED)                  # float32 [1]  read
@@ -1284,7 +1287,7 @@ def stable_adamw_float16_3(
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
             stable_adamw_float16_3_tile(
-                p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, where, block, live, live_block, number, eps, step_key,
                 stream_key, True,
             )
@@ -1295,9 +1298,9 @@ def stable_adamw_float16_3(
         origin = first * TILE
         p_ptr += origin
         weight_low_ptr += origin
-        exp_avg_ptr += origin
+        exp_avg_codes_ptr += origin
         exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_ptr += origin
+        exp_avg_sq_codes_ptr += origin
         exp_avg_sq_range_ptr += first * BLOCKS
         count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
         before = (begin + origin).to(tl.int32)
@@ -1306,8 +1309,8 @@ def stable_adamw_float16_3(
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
                 stable_adamw_float16_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
+                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
+                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, step_key,
                     stream_key, False,
@@ -1319,8 +1322,8 @@ def stable_adamw_float16_3(
             live = few < count - start
             live_block = few_blocks * 64 < count - start
             stable_adamw_float16_3_tile(
-                p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                p_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
                 exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr, rate_ptr, few,
                 few_blocks, live, live_block, numbered(before + start, few), eps, step_key, stream_key, True,
             )

@@ -38,9 +38,9 @@ struct yogi_float32 {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[2];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[4];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
@@ -114,10 +114,10 @@ struct yogi_float32 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const F p = load(p_at + i);
@@ -181,8 +181,8 @@ struct yogi_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -196,8 +196,8 @@ struct yogi_float32 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -267,9 +267,9 @@ struct yogi_bfloat16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
@@ -343,10 +343,10 @@ struct yogi_bfloat16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U16 p_stored = raw(p_at + i);
@@ -416,8 +416,8 @@ struct yogi_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -431,8 +431,8 @@ struct yogi_bfloat16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
@@ -528,9 +528,9 @@ struct yogi_float16 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_codes_at = (uint8_t *)at[3];     // uint8 [n]  read and written
         int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_sq_codes_at = (uint8_t *)at[5];  // uint8 [n]  read and written
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
         const F beta1(scalars[0]);
         const F one_minus_lr_times_weight_decay(scalars[1]);
@@ -604,10 +604,10 @@ struct yogi_float16 {
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
-                const U8 exp_avg_code = raw(exp_avg_at + i);
+                const U8 exp_avg_code = raw(exp_avg_codes_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
-                const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
+                const U8 exp_avg_sq_code = raw(exp_avg_sq_codes_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + exp_avg_sq_piece * exp_avg_sq_step);
                 const U16 p_stored = raw(p_at + i);
@@ -695,8 +695,8 @@ struct yogi_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_codes_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_codes_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -710,8 +710,8 @@ struct yogi_float16 {
                 const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 const I exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_add;
                 const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
-                store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
+                store(exp_avg_codes_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
+                store_byte<3>(exp_avg_sq_codes_at + i, exp_avg_sq_position);
             }
         }
     }
