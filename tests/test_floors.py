@@ -136,6 +136,28 @@ def test_room(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def _imported(path: Path) -> set[Path]:
+    """The files of a module's own room that it imports."""
+    found = set()
+    for _, name in imports(path):
+        parts = name.split(".")
+        for end in (len(parts), len(parts) - 1):  # the last part may be a name in the module
+            module = ROOT.joinpath(*parts[:end]).with_suffix(".py")
+            if module.is_file() and module.parent == path.parent:
+                found.add(module)
+    return found
+
+
+@pytest.mark.parametrize("room", ["base", "ops", "ir", "lang", "formats", "passes", "lower", "verify"])
+def test_no_file_imports_itself_by_way_of_others(room: str) -> None:
+    """What stands under TYPE_CHECKING and inside functions counts."""
+    below = {path: _imported(path) for path in files(f"optgen/{room}") if path.name != "__init__.py"}
+    done: set[Path] = set()
+    while ready := {path for path, needs in below.items() if path not in done and needs <= done}:
+        done |= ready
+    assert not below.keys() - done, f"a circle among {sorted(path.name for path in below.keys() - done)}"
+
+
 FRAMEWORKS = {"torch", "transformers", "accelerate", "lightning", "timm", "torchtitan"}
 
 

@@ -52,8 +52,6 @@ class Node:
         return (_make, (self.op, self.args, self.attr, self.dtype, self.space))
 
     def __repr__(self) -> str:
-        from optgen.ir.show import brief
-
         return brief(self)
 
 
@@ -75,6 +73,35 @@ def _make(op: str, args: tuple[Node, ...], attr: Any, dtype: DType, space: Space
         put(node, "uid", len(_table))
         _table[key] = node
     return node
+
+
+# -- as text (the whole form: show.py)
+
+
+def leaf(node: Node) -> str:
+    """Return a node without operands as text."""
+    if node.op == "const":
+        if node.dtype is dtypes.f32:
+            return repr(node.attr)
+        return str(node.attr).lower() if node.dtype is dtypes.boolean else f"{node.attr}i"
+    if node.op == "sym":
+        return f"${node.attr}"
+    if node.op == "load":
+        return f"%{node.attr}:{node.dtype}" + (f"/{node.space.size}" if node.space.size else "")
+    return "#index" if node.op == "index" else f"#{node.op}.{node.attr}"
+
+
+def brief(node: Node, depth: int = 5) -> str:
+    """One node as text, `...` for what is further down: as a tree, a shared graph has more nodes than memory."""
+    if not node.args:
+        return leaf(node)
+    return written(node, [brief(a, depth - 1) for a in node.args]) if depth else "..."
+
+
+def written(node: Node, args: list[str]) -> str:
+    """Return a node as text, its operands being given as text."""
+    attr = f"<{node.attr}>" if node.attr is not None else ""
+    return f"{node.op}{attr}({', '.join(args)})"
 
 
 # -- leaves

@@ -13,21 +13,9 @@ import re
 from collections.abc import Mapping
 
 from optgen.ir import node as ir
-from optgen.ir.node import Node, postorder
-from optgen.ir.program import Program, Schedule
+from optgen.ir.node import Node, leaf, postorder, written
+from optgen.ir.program import Buffer, Let, Program, Schedule, Store
 from optgen.ops import dtypes, spaces, tables
-
-
-def leaf(node: Node) -> str:
-    if node.op == "const":
-        if node.dtype is dtypes.f32:
-            return repr(node.attr)
-        return str(node.attr).lower() if node.dtype is dtypes.boolean else f"{node.attr}i"
-    if node.op == "sym":
-        return f"${node.attr}"
-    if node.op == "load":
-        return f"%{node.attr}:{node.dtype}" + (f"/{node.space.size}" if node.space.size else "")
-    return "#index" if node.op == "index" else f"#{node.op}.{node.attr}"
 
 
 def text(node: Node, names: Mapping[int, str] | None = None) -> str:
@@ -37,19 +25,7 @@ def text(node: Node, names: Mapping[int, str] | None = None) -> str:
         return f"@{names[node.uid]}"
     if not node.args:
         return leaf(node)
-    return _written(node, [text(a, names) for a in node.args])
-
-
-def brief(node: Node, depth: int = 5) -> str:
-    """One node as text, `...` for what is further down: as a tree, a shared graph has more nodes than memory."""
-    if not node.args:
-        return leaf(node)
-    return _written(node, [brief(a, depth - 1) for a in node.args]) if depth else "..."
-
-
-def _written(node: Node, args: list[str]) -> str:
-    attr = f"<{node.attr}>" if node.attr is not None else ""
-    return f"{node.op}{attr}({', '.join(args)})"
+    return written(node, [text(a, names) for a in node.args])
 
 
 def show(program: Program | Schedule) -> str:
@@ -129,8 +105,6 @@ def _leaf(word: str, lets: Mapping[str, Node]) -> Node:
 
 def parse_program(source: str) -> Program:
     """The Program that `show` wrote (without comments, places and sweeps, which the text does not carry)."""
-    from optgen.ir.program import Buffer, Let, Store
-
     lines = [line for line in source.splitlines() if line.strip() and not line.startswith("sweep ")]
     _, name, maths, block = lines[0].split()
     buffers, host, body, stores = [], [], [], []

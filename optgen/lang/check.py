@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
 from optgen.base.errors import UserError
 from optgen.ir.node import Node, postorder
 from optgen.lang.declare import flags_in
 from optgen.lang.probe import probe
+from optgen.lang.spec import Spec, Trace
+from optgen.lang.tracing import run
 from optgen.ops import spaces
 
-if TYPE_CHECKING:
-    from optgen.lang.spec import Spec, Trace
 
-
-def check_trace(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
-    """Checks of one trace: functions of matrices stand where they are right, three steps on small numbers stay finite,
-    and nonneg states stay nonneg."""
-    for node in postorder([trace.p, *trace.states.values()]):
+@lru_cache(maxsize=4096)
+def trace(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
+    """Return the trace of a spec under a flag setting, checked; the same object every time: functions of matrices stand
+    where they are right, three steps on small numbers stay finite, and nonneg states nonneg."""
+    flags = dict(setting)
+    made = run(spec, flags)
+    for node in postorder([made.p, *made.states.values()]):
         if node.op == "call":
-            _check_call(spec, node, trace)
-    probe(spec, flags, trace)
+            _check_call(spec, node, made)
+    probe(spec, flags, made)
+    return made
 
 
 def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
@@ -65,8 +68,6 @@ def check(spec: Spec) -> None:
 
 def _check_repeats(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     """Reads the spec once more: a rule that depends on what an earlier reading left behind is no function."""
-    from optgen.lang.tracing import run
-
     first, second = _outputs(trace), _outputs(run(spec, flags))
     for name, value in first.items():
         if second[name] is not value:

@@ -13,9 +13,11 @@ from typing import Any, Literal
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_code
 from optgen.base.names import camel, is_snake, unique
+from optgen.lang import check
 from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
 from optgen.lang.source import Source
-from optgen.lang.spec import Evaluation, Matrix, Spec
+from optgen.lang.spec import Evaluation, Matrix, Readings, Spec
+from optgen.lang.tracing import check_weights
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
 
@@ -131,6 +133,7 @@ def _spec(
         order=("p", *(d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)))),
         function=function,
         source=source,
+        readings=Readings(check.trace, check.check),
         evaluation=_evaluation(evaluate, declared) if evaluate is not None else None,
         blocks=matrix == "blocks",
     )
@@ -144,8 +147,6 @@ def _spec(
 def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -> Evaluation:
     """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have,
     and what reading it on values raises, as of a rule."""
-    from optgen.lang.tracing import check_weights
-
     source = Source(function)
     states = {d.name for d in declared if isinstance(d, StateDecl) and d.space == spaces.elem}
     hypers = {d.name: d for d in declared if isinstance(d, HyperDecl)}

@@ -14,17 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.ir.node import Node, postorder
 from optgen.ir.ranges import Intervals, corrections
+from optgen.lang.spec import Spec, Trace
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import PRIMS, REDUCTIONS
-
-if TYPE_CHECKING:
-    from optgen.lang.spec import Spec, Trace
 
 P = (0.0, 0.5)
 G = (0.0, 1e-3, -2.0)

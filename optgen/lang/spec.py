@@ -6,8 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from optgen.base.errors import UserError, did_you_mean, insisted
 from optgen.base.loc import Loc
@@ -52,6 +51,13 @@ class Evaluation:
     function: Callable[..., Any] = field(repr=False)
 
 
+class Readings(NamedTuple):
+    """How the rule is read into IR, and checked over all its flag settings (tracing.py, check.py)."""
+
+    trace: Callable[[Spec, tuple[tuple[str, bool], ...]], Trace]
+    check: Callable[[Spec], None]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Spec:
     """An optimizer as its author states it."""
@@ -71,6 +77,7 @@ class Spec:
     order: tuple[str, ...]  # what `return` lists: p, then states and host states as in the signature
     function: Callable[..., Any]
     source: Source
+    readings: Readings
     evaluation: Evaluation | None = None
     blocks: bool = False  # whether rows are blocks of consecutive rows, as many as its user says of a parameter
 
@@ -153,7 +160,7 @@ class Spec:
         given = dict(flags or {})
         self._known(given, {f.name for f in self.flags}, "flag")
         setting = {f.name: given.get(f.name, f.default) for f in self.flags}
-        return _traced(self, tuple(setting.items()))
+        return self.readings.trace(self, tuple(setting.items()))
 
     def unchanged(self, flags: Mapping[str, bool]) -> frozenset[str]:
         """The states that a step under these flags gives back as it found them."""
@@ -179,9 +186,7 @@ class Spec:
 
     def check(self) -> None:
         """Raises UserError for anything wrong with the spec, under every flag setting."""
-        from optgen.lang.check import check
-
-        check(self)
+        self.readings.check(self)
 
     def evaluate(
         self,
@@ -273,14 +278,3 @@ def filled(space: spaces.Space, p: Any, value: Any) -> Any:
         "model": (),
     }
     return p.new_full(shapes[space.name], value)
-
-
-@lru_cache(maxsize=4096)
-def _traced(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
-    from optgen.lang.check import check_trace
-    from optgen.lang.tracing import run
-
-    flags = dict(setting)
-    trace = run(spec, flags)
-    check_trace(spec, flags, trace)
-    return trace
