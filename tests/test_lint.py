@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+import optgen
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.driver import load
@@ -44,6 +45,7 @@ from optgen.formats import bf16 as plain_bf16
 from optgen.formats.coded import HALF
 from optgen.formats.fp8 import numbers
 from optgen.lang import (
+    Spec,
     col_mean,
     equal,
     exp,
@@ -70,6 +72,7 @@ from specs.adam import adam
 from specs.adamax import adamax
 from specs.adamw import adamw
 from specs.lion import lion
+from specs.madgrad import madgrad
 from specs.rprop import rprop
 from specs.sgd import sgd
 
@@ -597,3 +600,37 @@ def test_a_rule_of_rows_says_that_it_refuses_vectors() -> None:
 
 def test_no_ready_made_rule_refuses_vectors() -> None:
     assert [name for name in load.entries() if lint.vectors(load.find_spec(name))] == []
+
+
+@optimizer()
+def from_the_start(p, g, gradients=state(), start=state(init="param"), *, lr=hyper(1.0, ge=0)):
+    """Dual averaging: the weight is made of a sum, without the weight before."""
+    gradients = gradients + g
+    p = start - lr * gradients
+    return p, gradients, start
+
+
+@pytest.mark.parametrize(
+    ("spec", "plan", "found"),
+    [(madgrad, plans.int4_split24, True), (madgrad, plans.int6_split24, True), (madgrad, plans.int8_split24, False),
+     (madgrad, plans.bf16_sr, False), (from_the_start, plans.int4_split24, True), (adamw, plans.int4_split24, False)],
+    ids=lambda x: getattr(x, "name", None),
+)  # fmt: skip
+def test_a_signed_sum_of_few_bits_is_told(spec: Spec, plan: Plan, found: bool) -> None:
+    assert ("L17" in [f.code for f in look(spec, plan).findings]) == found
+    assert not look(spec, plan).refused
+
+
+def test_stores_of_a_sum_add_up_as_the_lint_says() -> None:
+    """Beside a number that holds the scale of its block, by steps as large as a cell."""
+    p = torch.nn.Parameter(torch.zeros(128, 64))
+    opt = optgen.compile(from_the_start, plan=plans.int4_split24)([p], plan="int4_split24")
+    draw, exact = torch.Generator().manual_seed(0), torch.zeros(128, 64)
+    for t in range(100):
+        p.grad = 0.2 * (torch.rand(128, 64, generator=draw) - 0.5)
+        p.grad[:, 0] = 3.0 if t == 0 else 0.0
+        exact += p.grad
+        opt.step()
+    spread = float((p.detach() + exact)[:, 1:].square().mean().sqrt()) / 3
+    most = bounds.spread_of_sum(bounds.one_step_bound(plans.int4_split24.signed).value, 100)
+    assert most / 4 < spread < most

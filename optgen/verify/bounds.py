@@ -103,6 +103,11 @@ def _spread(decay: float, cell: float) -> float:
     return cell / math.sqrt(6 * (1 - decay * decay))
 
 
+def spread_of_sum(cell: float, steps: int) -> float:
+    """Return the expected size of what the stores of a sum add up to, which forgets none, in that many steps."""
+    return cell * math.sqrt(steps / 6)
+
+
 def _factor(decay: float, relative: float) -> tuple[float, float]:
     """The fixed points of f -> (decay * f + 1 - decay) * (1 -+ relative).
 

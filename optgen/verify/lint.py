@@ -23,6 +23,7 @@ L13 a nonnegative state that may be read back as 0 although it is not: a step is
 L14 means of rows and columns keep no element's maximum or minimum
 L15 what grows with the step becomes an infinity, or NaN, late in training
 L16 a rule of rows and columns without a branch for vectors refuses every model with a bias
+L17 a signed sum, stochastically, adds up the noise of its stores, and so do weights that are made of it
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from optgen.verify import bounds
 AVERAGES = ("ema", "other")
 
 TYPICAL = 0.9  # a decay that is 0 by default and in use
+STEPS, LOST = 1000, 0.5  # after so many steps the noise of a sum may be this much of what it is a multiple of
 LATE = 1e6  # the step at which decays are taken: what the first steps do differently is forgotten
 
 
@@ -168,6 +170,8 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
             "it only grows, by ever smaller parts of itself, and nearest rounding drops whatever is below half a cell"
         )
         out.append(("L8", "error", reason))
+    if kind == "sum" and not nearest and not nonneg:
+        out += _l17(fmt)
     if kind == "max" and nearest and decay is not None and decay < 1:
         out += _l2(fmt, decay)
     if kind in ("max", "min") and (decay is None or decay == 1):
@@ -218,6 +222,21 @@ def _reach(fmt: Format, decay: float) -> str:
     except bounds.UnknownBound:
         return ""
     return f" ({factor})" if factor.of == "factor" else ""
+
+
+def _l17(fmt: Format) -> list[Verdict]:
+    try:
+        bound = bounds.one_step_bound(fmt)
+    except bounds.UnknownBound:
+        return []
+    spread = bounds.spread_of_sum(bound.value, STEPS)
+    if spread < LOST:
+        return []
+    reason = (
+        f"a signed sum keeps the noise of every store, and so does the weight that is made of it: after {STEPS} steps "
+        f"an error of up to {spread:.2g} of the {bound.of}. Keep it in 8 bits or in fp32: overrides={{...}} of the plan"
+    )
+    return [("L17", "warning", reason)]
 
 
 def _l9(fmt: Format, kind: str) -> list[Verdict]:
