@@ -734,15 +734,29 @@ def test_kernels_are_compiled_for_all_whole_numbers_at_once() -> None:
     key of a step's noise has its place in the window in its lowest bits: 16 divides that of the first step, not that of
     the second."""
     launched = 0
-    head = re.compile(r"^@triton\.jit(?:\((.*)\))?\ndef (\w+)\(\s*table, work,([^)]*)\):", re.MULTILINE)
+    head = re.compile(r"^@triton\.jit(?:\((.*)\))?\ndef (\w+)\(\s*table, work,((?:[^)]|\)[^:])*)\):", re.MULTILINE)
     for path in sorted((ROOT / "generated").glob("*/*/triton_kernels.py")):
         for told, name, parameters in head.findall(path.read_text(encoding="utf-8")):
             # Those of fixed types are never specialized, or always.
             fixed = r"tl\.(constexpr|float32)"
-            plain = [x.split(":")[0].strip() for x in parameters.split(",") if x.strip() and not re.search(fixed, x)]
+            given = parameters.split("SWEEP:")[0].split(",")  # the record of the sweep is the last one
+            plain = [x.split(":")[0].strip() for x in given if x.strip() and not re.search(fixed, x)]
             assert told == (f"do_not_specialize={json.dumps(plain)}" if plain else ""), (path, name)
             launched += bool(plain)
     assert launched > 100
+
+
+def test_triton_keeps_a_compiled_kernel_under_all_of_its_sweep() -> None:
+    """On disk a constant counts by its `cache_key`, or by its text: two sweeps that differ in anything have two."""
+    from dataclasses import fields, replace
+
+    from optgen.runtime.triton_walk import Sweep
+
+    one = Sweep(9, 3, ((0, None),))
+    others = [Sweep(9, 3, ((0, None, "block"),))]
+    others += [replace(one, **{f.name: "another"}) for f in fields(one)]  # type: ignore[arg-type]
+    assert len({x.cache_key for x in (one, *others)}) == 1 + len(others)
+    assert Sweep(9, 3, ((0, None),)).cache_key == one.cache_key
 
 
 # -- compiling in memory

@@ -108,6 +108,7 @@ def compile_for(
     `options` are Triton's own; contraction is off unless asked for, as in every kernel whose fma are written out.
     Without `listed` the instructions of a kernel for NVIDIA are not read.
     """
+    constexprs = record(fn) | dict(constexprs)
     types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
     if missing := [name for name in fn.arg_names if name not in signature and name not in constexprs]:
         raise ValueError(f"{fn.__name__}: neither a type nor a value is given for {', '.join(missing)}")
@@ -115,7 +116,7 @@ def compile_for(
     # Kernels ask the driver what they are compiled for; there is none on a machine without a GPU.
     driver.set_active(_NoDevice(target))
     kernel = triton.compile(
-        ASTSource(fn, types, dict(constexprs), attrs),
+        ASTSource(fn, types, constexprs, attrs),
         target=target,
         options={"num_warps": num_warps, "enable_fp_fusion": False, **options},
     )
@@ -427,8 +428,7 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
     from optgen.runtime import launch
 
     limits = {t: launch.limits(module, function, gpu.arch // 10) for t, gpu in TARGETS.items() if gpu.backend == "cuda"}
-    unrolled = re.search(r"tl\.static_range\((\d+)\)", inspect.getsource(fn.fn))
-    constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True}
+    constants = {"GRAD": getattr(tl, grad), "TILES": 16, "RAGGED": False, "ALIGNED": True, **record(fn)}
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in {*constants, "TILE"}}
     for target, gpu in TARGETS.items():
         size = tile * gpu.warp_size // 32
@@ -437,11 +437,17 @@ def jobs_of(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
             fn,
             signature,
             {**constants, "TILE": size},
-            elements=size * (int(unrolled[1]) if unrolled else 1),
+            elements=2 * size,  # pairs of tiles
             aligned=("table", "work"),
             targets=(target,),
             options=limits.get(target, {}),
         )
+
+
+def record(fn: Any) -> dict[str, Any]:
+    """The record of a sweep, an argument that nobody gives."""
+    parameter = inspect.signature(fn.fn).parameters.get("SWEEP")
+    return {} if parameter is None else {"SWEEP": parameter.default}
 
 
 def generated() -> Iterable[Job]:

@@ -435,6 +435,13 @@ class Term:
         return self.partials[0].reduction.endswith("max")
 
     @property
+    def kind(self) -> str:
+        """How it is reduced, as the record of a sweep says it (optgen.runtime.triton_walk)."""
+        if self.factors:
+            return "square" if self.factors[0] is self.factors[1] else "product"
+        return "max" if self.is_max else "sum"
+
+    @property
     def parts(self) -> list[tuple[str, Node]]:
         """The variables that a tile function gives, and what they hold."""
         if not self.factors:
@@ -557,7 +564,7 @@ def tile(
             for t in found
             for _, node in t.parts
         ]
-        lines["encode"].append((f"return {', '.join(each)}", ""))
+        lines["encode"].append((f"return {', '.join(each)}{',' * (len(each) == 1)}", ""))
     host = [let.name for let in program.host]
     names = [*_pointers(program), *places, *host, *keys(schedule), "MASKED: tl.constexpr"]
     out = [*tables(program, function), "@triton.jit", *wrapped(f"def {function}_tile(", names)]
@@ -583,12 +590,11 @@ def _lets(schedule: Schedule) -> tuple[Let, ...]:
 
 def _places(schedule: Schedule) -> list[str]:
     """The tile function's arguments that say which elements are meant, and how many there are."""
-    counted = ["index"] if _is_counted(schedule.program) else []
-    counted += [line.split(" = ")[0].strip() for line in extents(schedule.program, Table.of(schedule.program))]
-    if schedule.program.block == 1:
-        return ["at", "live", *counted]
-    eights = ["at_eight", "live_eight"] if is_packed(schedule.program) else []
-    return ["at", "at_block", "live", "live_block", *eights, *counted]
+    program = schedule.program
+    beside = ["", *(["_block"] if program.block > 1 else []), *(["_eight"] if is_packed(program) else [])]
+    counted = ["index"] if _is_counted(program) else []
+    sizes = [f"extent_{x}" for x in _extents(program)]
+    return [*(f"at{x}" for x in beside), *(f"live{x}" for x in beside), *counted, *sizes]
 
 
 def _is_counted(program: Program) -> bool:
@@ -614,182 +620,105 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
     return known
 
 
-# What the kernel names itself: a scalar of that name is spelled with an underscore there.
+# What a kernel names itself: a scalar of that name is spelled with an underscore there.
 LOCALS = frozenset(
-    "table work item row first numel columns at at_block blocks per_row block tile start lane where live live_block "
-    "origin count before number pair odd part end few few_blocks few_eights at_eight live_eight eight eights "
-    "matrices rows width height top left panel panels "
+    "walk SWEEP table work item row first numel columns at at_block blocks per_row block tile start lane where live "
+    "live_block origin count before number pair odd part end few few_blocks few_eights at_eight live_eight eight "
+    "eights matrices rows width height top left panel panels "
     "stack matrix below which full padded group live_row live_col live_mat at_row at_col at_mat extent_rows "
     "extent_columns extent_elements begin pace".split()
 )
 
 
+def scalars(program: Program) -> list[str]:
+    """The host scalars as a kernel names its arguments."""
+    return [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
+
+
 def kernel(schedule: Schedule, function: str, source: str = "", table: Table | None = None) -> list[str]:
-    """The tile function and the kernel that walks the tiles of a work item.
+    """The tile function, and the kernel that walks the tiles of a work item (optgen.runtime.triton_walk).
 
     A sweep that reduces has work items of one segment (see optgen.runtime.sums): lane by lane and tile by tile, and
     the lanes in the end.
     """
-    program = schedule.program
-    table = table or Table.of(program)
-    block, size = program.block, sweep_tile(schedule)
-    host = [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
-    counted = _is_counted(program)
-    found = terms(schedule)
-    elementwise = [b for b in program.touched if b.space.size or b.space == spaces.elem]
-    places = _places(schedule)
-    out = tile(schedule, function, source, places)
-    args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32"]
-    args += ["GRAD: tl.constexpr", "TILES: tl.constexpr", "RAGGED: tl.constexpr", "ALIGNED: tl.constexpr"]
-    args += [f"TILE: tl.constexpr = {size}"]
-    out += ["", "", ENTRY, *wrapped(f"def {function}(", args)]
-    out.append(f'    """{program.name}: the tiles of one work item; see optgen.runtime.launch for table and work."""')
-    out.append("    item = work + 2 * tl.program_id(0)")
-    out.append(f"    row = table + {table.width} * tl.load(item).to(tl.int64)")
-    out.append("    first = tl.load(item + 1).to(tl.int64)")
-    out += pointers(program, table)
-    out.append(f"    numel = tl.load(row + {table.numel})")
-    if block > 1:
-        out.append(f"    columns = tl.load(row + {table.numel + 1})")
-    if "stream_key" in keys(schedule):
-        out.append(f"    stream_key = tl.load(row + {table.numel + 2}).to(tl.int32)")
-    if counted:
-        out += numbers(table, block)
-    out += extents(program, table)
-    strict = program.maths == "strict"
-    shape = f"[TILE // {block}, {block}]" if block > 1 else "[TILE]"
-    if found and strict:
-        shape = "[256]"
+    program, size, found = schedule.program, sweep_tile(schedule), terms(schedule)
+    host = scalars(program)
     # Masked elements come one by one, in a register each: few at a time, lest registers spill, and then with sums of
     # their own.  In strict maths sums need the lanes of a whole tile.
-    most = 128 if not (found and strict) else size
-    few = f"(BLOCKS + {size // most - 1}) // {size // most}" if size > most else "BLOCKS"
-    less = f"[FEW, {block}]" if block > 1 else "[LESS]"
-    apart = bool(found) and not strict
+    most = size if found and program.maths == "strict" else 128
+    table = table or Table.of(program)
+    record = sweep(schedule, table, [f"parts={size // most}"] if size > most else [])
+    args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32"]
+    args += ["GRAD: tl.constexpr", "TILES: tl.constexpr", "RAGGED: tl.constexpr", "ALIGNED: tl.constexpr"]
+    out = tile(schedule, function, source, _places(schedule))
+    out += ["", "", ENTRY, *headed(function, [*args, f"TILE: tl.constexpr = {size}"], record)]
+    out.append(f'    """{program.name}: the tiles of one work item."""')
+    return [*out, *walked("walk", function, host, ["GRAD", "TILES", "RAGGED", "ALIGNED", "TILE"])]
 
-    def begun(t: Term, name: str, shape: str) -> str:
-        return f"    {name} = tl.full({shape}, {_nothing(t)}, tl.float32)"
 
-    out += [begun(t, f"{t.name}s", shape) for t in found]
+def headed(function: str, args: Sequence[str], record: Sequence[str]) -> list[str]:
+    """The head of a kernel, whose last argument is the record of its sweep."""
+    *lines, last = wrap(f"def {function}(", args, whole=0)
+    return [*lines, *(f"    {x}" for x in record), last]
 
-    def call(indent: str, elements: str, blocks: str, masked: str, **given: str) -> list[str]:
-        """The tile whose pointers are that much further on."""
-        eights = f"({elements}) // 8" if elements else ""
-        moved = [(b, further_on(b, blocks, elements, eights) if b in elementwise else "") for b in program.touched]
-        names = [f"{b.name}_ptr + {by}" if by else f"{b.name}_ptr" for b, by in moved if b.role != "partial"]
-        names += [*(given.get(place, place) for place in places), *host, *keys(schedule), masked]
-        results = ", ".join(variable for t in found for variable, _ in t.parts)
-        lines = wrapped(f"{results + ' = ' if found else ''}{function}_tile(", names, close=")")
-        for t in found:
-            if apart and masked == "True":
-                lines.append(f"{t.name}s_apart = {t.joined(f'{t.name}s_apart')}")
-            elif strict:
-                lines.append(f"{t.name}s = down({t.name}s, tl.reshape({t.name}, [TILE // 256, 256]){_max(t)})")
-            else:
-                lines.append(f"{t.name}s = {t.joined(f'{t.name}s')}")
-        return [indent + x for x in lines]
 
-    pad = " " * 4
-    if block == 1:
-        out.append("    LESS: tl.constexpr = TILE" + (f" // {size // most}" if size > most else ""))
-        out.append("    few = tl.arange(0, LESS)")
-        out += [begun(t, f"{t.name}s_apart", less) for t in found if apart]
-        if counted:
-            out.append("    if RAGGED:")
-            out.append(
-                "        # Rows are parts of longer ones, or begin within eight elements: every access is masked."
-            )
-            out.append(f"        columns = tl.load(row + {table.numel + 1})")
-            out.append("        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))")
-            out.append("        for tile in range(first * (TILE // LESS), end):")
-            out.append("            where = tile * LESS + few")
-            out.append("            live = where < numel")
-            out.append("            number = (begin + where // columns * pace + where % columns).to(tl.int32)")
-            out += call(" " * 12, "", "", "True", at="where", live="live", index="number")
-            out.append("    else:")
-            pad = " " * 8
-        out.append(f"{pad}at = tl.arange(0, TILE)")
-    else:
-        out.append(f"    BLOCKS: tl.constexpr = TILE // {block}")
-        out.append(f"    FEW: tl.constexpr = {few}")
-        out.append(f"    LESS: tl.constexpr = FEW * {block}")
-        out += [begun(t, f"{t.name}s_apart", less) for t in found if apart]
-        out.append("    few_blocks = tl.arange(0, FEW)")
-        out.append("    if RAGGED:")
-        out.append("        # Rows end within a block: tiles count blocks row by row, every access is masked.")
-        out.append(f"        per_row = (columns + {block - 1}) // {block}")
-        out.append("        blocks = numel // columns * per_row")
-        out.append("        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))")
-        out.append("        for tile in range(first * (BLOCKS // FEW), end):")
-        out.append("            block = tile * FEW + few_blocks")
-        out.append("            start = block // per_row * columns")
-        out.append(f"            lane = (block % per_row * {block})[:, None] + tl.arange(0, {block})[None, :]")
-        out.append("            where = start[:, None] + lane")
-        out.append("            live_block = block < blocks")
-        out.append("            live = (lane < columns) & live_block[:, None]")
-        if is_packed(program):
-            eight = f"tl.arange(0, {block // 8})[None, :] * 8"
-            out.append(f"            lane = (block % per_row * {block})[:, None] + {eight}")
-            out.append("            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8")
-            out.append("            live_eight = (lane < columns) & live_block[:, None]")
-        if counted:
-            out.append(
-                f"            number = (begin + block // per_row * pace + block % per_row * {block}).to(tl.int32)"
-            )
-            out.append(f"            number = number[:, None] + tl.arange(0, {block})[None, :]")
-        ragged = dict(at="where", at_block="block", live="live", live_block="live_block", index="number")
-        out += call(" " * 12, "", "", "True", **ragged)
-        out.append("    else:")
-        pad = " " * 8
-        out.append(f"{pad}at_block = tl.arange(0, BLOCKS)")
-        out.append(f"{pad}at = at_block[:, None] * {block} + tl.arange(0, {block})[None, :]")
-        out.append(f"{pad}few = few_blocks[:, None] * {block} + tl.arange(0, {block})[None, :]")
-        if is_packed(program):
-            eights = f"[:, None] * {block // 8} + tl.arange(0, {block // 8})[None, :]"
-            out.append(f"{pad}at_eight = at_block{eights}")
-            out.append(f"{pad}few_eights = few_blocks{eights}")
-    # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.
-    out.append(f"{pad}origin = first * TILE")
-    moves = "first * BLOCKS", "origin", "origin // 8"
-    out += [f"{pad}{b.name}_ptr += {further_on(b, *moves)}" for b in elementwise]
-    out.append(f"{pad}count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)")
-    if counted:
-        eights = "begin" if block > 1 else "begin // 8 * 8"
-        out.append(f"{pad}before = ({eights} + origin).to(tl.int32)")
-    # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address of its own.
-    full = dict(at="at", at_block="at_block", live="at", live_block="at_block", live_eight="at_eight")
-    out.append(f"{pad}for pair in range(0, count // (2 * TILE)):")
-    # Addresses carried around the loop, two registers each, are what 64 registers have no room for beside the values;
-    # those of blocks have, where no random numbers are drawn.
-    if counted:
-        out.append(f"{pad}    pair = opaque(pair)")
-    out.append(f"{pad}    start = {'pair' if counted else 'opaque(pair)'} * (2 * TILE)")
-    out.append(f"{pad}    for odd in tl.static_range(2):")
-    further = "start + odd * TILE", "pair * (2 * BLOCKS) + odd * BLOCKS"
-    out += call(f"{pad}        ", *further, "False", **full, index="numbered(before + start + odd * TILE, at)")
-    # What is left, a last full tile too, by one more copy of the tile: the time of Triton's Coalesce pass grows with
-    # the cube of the copies, and was three quarters of what compiling took when there were five.
-    out.append(f"{pad}full = count // (2 * TILE) * 2")
-    out.append(f"{pad}for part in range(0, tl.cdiv(count - full * TILE, LESS)):")
-    # Addresses carried around the loop, one for every element, would spill.
-    out.append(f"{pad}    part = opaque(part)")
-    out.append(f"{pad}    start = full * TILE + part * LESS")
-    out.append(f"{pad}    live = few < count - start")
-    if block > 1:
-        out.append(f"{pad}    live_block = few_blocks * {block} < count - start")
-    if is_packed(program):
-        out.append(f"{pad}    live_eight = few_eights * 8 < count - start")
-    partial = dict(at="few", at_block="few_blocks", live="live", live_block="live_block", at_eight="few_eights")
-    further = "start", "full * BLOCKS + part * FEW"
-    out += call(f"{pad}    ", *further, "True", **partial, index="numbered(before + start, few)")
-    for t in found:
-        total = folded(t, f"tl.reshape({t.name}s, [1, {'256' if strict else 'TILE'}])", strict)
-        if apart:
-            rest = folded(t, f"tl.reshape({t.name}s_apart, [1, LESS])", strict)
-            total = f"larger({total}, {rest})" if t.is_max else f"{total} + {rest}"
-        for b in t.partials:
-            out.append(f"    tl.store({b.name}_ptr + first // TILES + tl.arange(0, 1), {total})")
-    return out
+def walked(walker: str, function: str, host: Sequence[str], constants: Sequence[str]) -> list[str]:
+    """The call of a walker."""
+    given = ["table", "work", f"{function.removesuffix('_flat')}_tile", "SWEEP", *in_tuple(host)]
+    given += ["step_key", *constants]
+    return [f"    {x}" for x in wrapped(f"{walker}(", given, close=")")]
+
+
+def as_tuple(names: Sequence[str]) -> str:
+    """A tuple of these names."""
+    return f"({', '.join(names)}{',' * (len(names) == 1)})"
+
+
+def in_tuple(items: Sequence[str]) -> list[str]:
+    """The items of a tuple with its parentheses, for a line to end between two of them."""
+    if len(items) < 2:
+        return [as_tuple(items)]
+    return [f"({items[0]}", *items[1:-1], f"{items[-1]})"]
+
+
+def sweep(schedule: Schedule, table: Table, more: Sequence[str] = ()) -> list[str]:
+    """The record of a sweep, see optgen.runtime.triton_walk; `more` arguments of it."""
+    program = schedule.program
+    read = {n.attr for n in postorder(program.roots()) if n.op == "key"}
+    taken = [f'"{x}"' for x in ("step", "stream") if f"{x}_key" in read]
+    numbers = [str(table.numbers[name]) for name in in_memory([program])]
+    sizes = [str(table.numel + 6 + k) for k in _extents(program).values()]
+    buffers = [_entry(b, table) for b in program.touched if b.role != "partial"]
+    given = [str(table.width), str(table.numel), *in_tuple(buffers)]
+    given += [f"block={program.block}"] if program.block > 1 else []
+    given += more
+    given += ["counted=True"] if _is_counted(program) else []
+    given += [f"keys={as_tuple(taken)}"] if taken else []
+    given += [f"tables={as_tuple(numbers)}"] if numbers else []
+    given += [f"extents={as_tuple(sizes)}"] if sizes else []
+    found = terms(schedule)
+    sums = [f'("{t.kind}", {_results(t, table)})' for t in found]
+    given += [f"sums={as_tuple(sums)}"] if sums else []
+    given += ["strict=True"] if found and program.maths == "strict" else []
+    return wrapped("SWEEP: tl.constexpr = Sweep(", given, close="),")
+
+
+def _results(t: Term, table: Table) -> str:
+    return as_tuple([str(table.columns[b.name]) for b in t.partials])
+
+
+def _entry(b: Buffer, table: Table) -> str:
+    """A buffer in the record of a sweep."""
+    dtype = "None" if b.role == "grad" else _EIGHTS.get(b.dtype.name) or tl_dtype(b.dtype)
+    kind = "eight" if b.dtype.packed else "" if b.space == spaces.elem else b.space.name
+    kind = "one" if b.space in (spaces.tensor, spaces.model) else kind
+    return f"({table.columns[b.name]}, {dtype}" + (f', "{kind}")' if kind else ")")
+
+
+def _extents(program: Program) -> dict[str, int]:
+    """The sizes of the logical tensor that the program computes with: their place behind those of where it lies."""
+    wanted = {n.attr for n in postorder(program.roots()) if n.op == "extent"}
+    return {x: k for k, x in enumerate(("rows", "columns", "elements")) if x in wanted}
 
 
 def further_on(b: Buffer, blocks: str, elements: str, eights: str) -> str:
@@ -843,17 +772,15 @@ def numbers(table: Table, block: int) -> list[str]:
 
 def extents(program: Program, table: Table) -> list[str]:
     """The sizes of the logical tensor that the program computes with, as fp32."""
-    wanted = {n.attr for n in postorder(program.roots()) if n.op == "extent"}
-    at = {x: table.numel + 6 + k for k, x in enumerate(("rows", "columns", "elements"))}
-    return [f"    extent_{x} = tl.load(row + {at[x]}).to(tl.float32)" for x in at if x in wanted]
+    at = {x: table.numel + 6 + k for x, k in _extents(program).items()}
+    return [f"    extent_{x} = tl.load(row + {at[x]}).to(tl.float32)" for x in at]
 
 
 def helpers(schedules: list[Schedule]) -> list[str]:
     """Names to import from optgen.runtime.triton_prelude."""
-    text = {"get", "put", "pointer", "opaque"}
+    text = {"get", "put"}
     for s in schedules:
         fast = s.program.maths == "fast"
-        text |= {"numbered"} if _is_counted(s.program) else set()
         for n in printed(s.program.roots()) if fast else postorder(s.program.roots()):
             found = lanes(n) if fast else None
             if found:
@@ -872,6 +799,5 @@ def helpers(schedules: list[Schedule]) -> list[str]:
                 text.add("inverse" if n.space.name == "block" else "reciprocal")
         if any(s.program.buffer(x.buffer).dtype.packed for x in s.sweep.stores):
             text.add("packed")
-        for t in terms(s):
-            text |= {"term", *(["larger", "fold"] if t.is_max else []), *([] if fast else ["down", "fold"])}
+        text |= {"term"} if terms(s) else set()
     return sorted(text)

@@ -180,15 +180,15 @@ def needs(step: Step) -> list[str]:
     """Names to import from optgen.runtime.triton_prelude."""
     names = set(helpers([s.schedule for s in step.stages if not s.call]))
     strict = step.program.maths == "strict"
-    if not any(s.is_sweep and not touches_matrices(p := s.schedule.program) and _is_counted(p) for s in step.stages):
-        names.discard("numbered")
     for s in step.stages:
         if s.is_sweep and touches_matrices(s.schedule.program):
+            names.add("pointer")
             for t in terms(s.schedule):
+                names |= {"larger"} if t.is_max else set()
                 names |= {"down", "fold"} if strict or t.is_max else set()
-                names.discard("opaque")
             names |= {"within"} if anchor_of(s.schedule) else set()
-        elif not s.is_sweep:
+        elif not s.is_sweep and not s.call:
+            names.add("pointer")
             names |= {n.op for n in postorder(s.schedule.program.roots()) if n.op in GATHERS}
             for t in terms(s.schedule):
                 names |= {"term"} | ({"down", "fold"} if strict or t.is_max else set())
@@ -275,7 +275,8 @@ def _call(
         if b.role != "partial"
     ]
     names += [*(given.get(x, x) for x in _places(schedule)), *_host(program), *keys(schedule), masked]
-    results = f"{', '.join(variable for t in found for variable, _ in t.parts)} = " if found else ""
+    variables = [variable for t in found for variable, _ in t.parts]
+    results = f"{', '.join(variables)}{',' * (len(variables) == 1)} = " if found else ""
     return [indent + x for x in wrapped(f"{results}{function}_tile(", names, close=")")]
 
 

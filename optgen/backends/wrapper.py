@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -145,6 +145,7 @@ def environment() -> Environment:
     )
     env.filters["quoted"] = _quoted
     env.filters["imported"] = _imported
+    env.filters["walkers"] = _walkers
     return env
 
 
@@ -153,6 +154,12 @@ def _imported(names: Iterable[str], module: str) -> str:
     found = list(names)
     plain = f"from {module} import {', '.join(found)}"
     return plain if len(plain) <= 114 else "\n".join(wrapped(f"from {module} import (", found, ")"))
+
+
+def _walkers(kernels: Iterable[Sequence[str]]) -> list[str]:
+    """The imports of the walkers that Triton kernels call."""
+    walked = any(line.lstrip().startswith("walk(") for lines in kernels for line in lines)
+    return ["from optgen.runtime.triton_walk import Sweep, walk"] if walked else []
 
 
 def _quoted(text: str) -> str:

@@ -386,12 +386,12 @@ def _call(
 
 
 def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Constants in the order of the kernel's last arguments, as `controlled` takes them; those that it has defaults for
-    may be left out."""
+    """Return the kernel's last arguments as `controlled` takes them; defaults too, of which Triton 3.6
+    makes constants only if they are numbers."""
     import triton.language as tl
 
-    names = kernel.arg_names
-    first = min((names.index(name) for name in constants), default=0)
-    taken = names[first : first + len(constants)]
-    assert set(taken) == set(constants), (names, constants)  # what has a default stands last
-    return tuple(tl.constexpr(constants[name]) for name in taken)
+    names, defaults = kernel.arg_names, kernel.fn.__defaults__ or ()
+    given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | constants
+    taken = names[len(names) - len(given) :]
+    assert set(taken) == set(given), (names, constants)
+    return tuple(tl.constexpr(given[name]) for name in taken)

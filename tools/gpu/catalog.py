@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -141,11 +141,6 @@ def options(case: Case, **wanted: float) -> dict[str, Any]:
 
 # What a kernel moves --------------------------------------------------------------------------------------------------
 
-_POINTER = re.compile(
-    r"(?P<name>\w+)_ptr = pointer\(row \+ \d+, (?P<type>tl\.\w+|GRAD), ALIGNED\)\s+"
-    r"# (?:(?P<dtype>\w+)|(?P<bits>\d)-bit codes) \[(?:n|blocks of (?P<block>\d+))\]"
-)
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -162,33 +157,20 @@ class Traffic:
 def traffic(module: ModuleType, function: str, grad: torch.dtype) -> Traffic:
     """What a kernel reads and writes: the loads and stores in its source, of the types that its pointers have."""
     kernels = plans.part(module, "triton_kernels")
-    source = Path(kernels.__file__ or "").read_text(encoding="utf-8")
-    walk, tile = (_body(source, name) for name in (function, f"{function}_tile"))
-    pointers = list(_POINTER.finditer(walk))
-    if not pointers or len(pointers) != walk.count("_ptr = pointer("):
+    kernel = getattr(kernels, function, None)
+    if kernel is None or "SWEEP" not in kernel.arg_names:
         raise ValueError(f"{kernels.__name__}: cannot read what the pointers of {function} point to")
+    record = inspect.signature(kernel.fn).parameters["SWEEP"].default
+    tile = inspect.getsource(getattr(kernels, f"{function}_tile").fn)
+    shared = {"": 1, "block": record.block, "eight": 8}
     read = written = 0.0
-    for pointer in pointers:
-        if pointer["bits"]:
-            size = int(pointer["bits"]) / 8
-        else:
-            dtype = grad if pointer["type"] == "GRAD" else _torch_dtype(pointer["dtype"])
-            size = dtype.itemsize / int(pointer["block"] or 1)
-        read += size * (re.search(rf"\bget\({pointer['name']}_ptr,", tile) is not None)
-        written += size * (f" put({pointer['name']}_ptr," in tile)
+    for i, name in zip(range(record.count()), re.findall(r"(\w+)_ptr", tile.split("):")[0]), strict=False):
+        dtype = record.dtype(i, None)
+        bits = grad.itemsize * 8 if dtype is None else dtype.primitive_bitwidth
+        size = bits / 8 / shared[record.kind(i)]
+        read += size * (re.search(rf"\bget\({name}_ptr,", tile) is not None)
+        written += size * (f" put({name}_ptr," in tile)
     return Traffic(read, written)
-
-
-def _body(source: str, function: str) -> str:
-    """The text of a function, "" where there is none."""
-    found = re.search(rf"^def {function}\(.*?(?=^@triton\.jit|\Z)", source, re.MULTILINE | re.DOTALL)
-    return found[0] if found else ""
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def footprint(module: ModuleType, variant: Variant) -> float:

@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, opaque, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import get, put, reciprocal, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -55,42 +56,13 @@ def adadelta_float32(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adadelta: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    acc_delta_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adadelta_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adadelta_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-        )
+    """adadelta: the tiles of one work item."""
+    walk(
+        table, work, adadelta_float32_tile, SWEEP, (rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -129,42 +101,13 @@ def adadelta_bfloat16(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adadelta: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    acc_delta_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adadelta_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adadelta_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-        )
+    """adadelta: the tiles of one work item."""
+    walk(
+        table, work, adadelta_bfloat16_tile, SWEEP, (rho, eps, weight_decay, grad_scale, one_minus_rho,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -201,42 +144,13 @@ def adadelta_float16(
     table, work, rho: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_rho: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adadelta: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    acc_delta_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    acc_delta_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adadelta_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adadelta_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-        )
+    """adadelta: the tiles of one work item."""
+    walk(
+        table, work, adadelta_float16_tile, SWEEP, (rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -394,7 +395,7 @@ def adafactor_float32_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -433,22 +434,22 @@ def adafactor_float32_7(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
@@ -460,28 +461,28 @@ def adafactor_float32_7(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
@@ -513,7 +514,7 @@ def adafactor_float32_7_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -893,7 +894,7 @@ def adafactor_bfloat16_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -932,22 +933,22 @@ def adafactor_bfloat16_7(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
@@ -959,28 +960,28 @@ def adafactor_bfloat16_7(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
@@ -1012,7 +1013,7 @@ def adafactor_bfloat16_7_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -1324,7 +1325,7 @@ def adafactor_float16_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1363,22 +1364,22 @@ def adafactor_float16_7(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
@@ -1390,28 +1391,28 @@ def adafactor_float16_7(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
@@ -1443,7 +1444,7 @@ def adafactor_float16_7_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -1614,51 +1615,16 @@ def adafactor_float32_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2,
+        sums=(("square", (6,)), ("square", (7,))),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read
-    tensor_sum_for_alpha_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
-                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-            eps1_times_eps1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float32_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
+        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1736,41 +1702,15 @@ def adafactor_float32_no_factored_3(
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adafactor_float32_no_factored_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adafactor_float32_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-        )
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float32_no_factored_3_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1798,51 +1738,16 @@ def adafactor_bfloat16_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2,
+        sums=(("square", (6,)), ("square", (7,))),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read
-    tensor_sum_for_alpha_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
-                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-            eps1_times_eps1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_bfloat16_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
+        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1877,41 +1782,15 @@ def adafactor_bfloat16_no_factored_3(
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adafactor_bfloat16_no_factored_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adafactor_bfloat16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-        )
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_bfloat16_no_factored_3_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1939,51 +1818,16 @@ def adafactor_float16_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2,
+        sums=(("square", (6,)), ("square", (7,))),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read
-    tensor_sum_for_alpha_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
-                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-            eps1_times_eps1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float16_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
+        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2016,41 +1860,15 @@ def adafactor_float16_no_factored_3(
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adafactor_float16_no_factored_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adafactor_float16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-        )
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float16_no_factored_3_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

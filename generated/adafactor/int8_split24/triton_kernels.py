@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_max, block_min, byte, get, inverse, joined, minus, numbered, opaque, pointer, put,
-    reciprocal, rotl, term, widened, within,
+    apart, block_max, block_min, byte, get, inverse, joined, minus, pointer, put, reciprocal, rotl, term,
+    widened, within,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -397,7 +398,7 @@ def adafactor_float32_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -436,22 +437,22 @@ def adafactor_float32_7(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
@@ -463,28 +464,28 @@ def adafactor_float32_7(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
@@ -516,7 +517,7 @@ def adafactor_float32_7_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = adafactor_float32_7_tile(
+        row_sum_term, = adafactor_float32_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -965,7 +966,7 @@ def adafactor_bfloat16_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1004,22 +1005,22 @@ def adafactor_bfloat16_7(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
@@ -1031,28 +1032,28 @@ def adafactor_bfloat16_7(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
@@ -1084,7 +1085,7 @@ def adafactor_bfloat16_7_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = adafactor_bfloat16_7_tile(
+        row_sum_term, = adafactor_bfloat16_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -1477,7 +1478,7 @@ def adafactor_float16_7_tile(
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
     g_mul = g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1516,22 +1517,22 @@ def adafactor_float16_7(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
             eps1_times_eps1, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, at, at_row,
             lane, eps1_times_eps1, False,
         )
@@ -1543,28 +1544,28 @@ def adafactor_float16_7(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
             eps1_times_eps1, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 256, col_var_ptr + 256, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 512, col_var_ptr + 512, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr + start * columns + 768, col_var_ptr + 768, row_div_ptr + start, at, at_row, lane, live, live_row,
             live_col, eps1_times_eps1, True,
         )
@@ -1596,7 +1597,7 @@ def adafactor_float16_7_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = adafactor_float16_7_tile(
+        row_sum_term, = adafactor_float16_7_tile(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -1830,80 +1831,16 @@ def adafactor_float32_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, parts=2,
+        sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)          # uint8 [n]  read
-    variance_range_ptr = pointer(row + 3, tl.int16, ALIGNED)          # int16 [blocks of 64]  read
-    tensor_sum_for_alpha_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                p_ptr, g_ptr, variance_codes_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        variance_codes_ptr += origin
-        variance_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_codes_ptr + start + odd * TILE,
-                    variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, variance_codes_ptr + start,
-                variance_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float32_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
+        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2017,77 +1954,16 @@ def adafactor_float32_no_factored_3(
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (6, tl.float32, "one")),
+        block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)          # uint8 [n]  read and written
-    variance_range_ptr = pointer(row + 3, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
-    tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            adafactor_float32_no_factored_3_tile(
-                p_ptr, g_ptr, variance_codes_ptr, variance_range_ptr, tensor_div_ptr, where, block, live, live_block,
-                number, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        variance_codes_ptr += origin
-        variance_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adafactor_float32_no_factored_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_codes_ptr + start + odd * TILE,
-                    variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            adafactor_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_codes_ptr + start,
-                variance_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-            )
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float32_no_factored_3_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2113,51 +1989,16 @@ def adafactor_float32_no_factored_small_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2,
+        sums=(("square", (6,)), ("square", (7,))),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read
-    tensor_sum_for_alpha_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
-                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_small_1_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-            eps1_times_eps1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float32_no_factored_small_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
+        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2210,41 +2051,16 @@ def adafactor_float32_no_factored_small_3(
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adafactor_float32_no_factored_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adafactor_float32_no_factored_small_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-        )
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float32_no_factored_small_3_tile, SWEEP, (grad_scale,
+        one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2284,82 +2100,16 @@ def adafactor_bfloat16_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, sums=(("square", (8,)), ("square", (9,))),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    variance_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)          # uint8 [n]  read
-    variance_range_ptr = pointer(row + 4, tl.int16, ALIGNED)          # int16 [blocks of 64]  read
-    tensor_sum_for_alpha_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, where, block, live, live_block,
-                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        variance_codes_ptr += origin
-        variance_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_codes_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_codes_ptr + start,
-                variance_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_bfloat16_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
+        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2455,80 +2205,16 @@ def adafactor_bfloat16_no_factored_3(
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    variance_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)          # uint8 [n]  read and written
-    variance_range_ptr = pointer(row + 4, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
-    tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            adafactor_bfloat16_no_factored_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, tensor_div_ptr, where, block, live,
-                live_block, number, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        variance_codes_ptr += origin
-        variance_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adafactor_bfloat16_no_factored_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_codes_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
-                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            adafactor_bfloat16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_codes_ptr + start,
-                variance_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-            )
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_bfloat16_no_factored_3_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2558,53 +2244,16 @@ def adafactor_bfloat16_no_factored_small_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2,
+        sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    variance_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read
-    tensor_sum_for_alpha_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                variance_ptr + start + odd * TILE, at, at, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
-            one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_bfloat16_no_factored_small_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
+        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2651,64 +2300,17 @@ def adafactor_bfloat16_no_factored_small_3(
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    variance_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            adafactor_bfloat16_no_factored_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, where, live, number, grad_scale,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
-                stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        variance_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adafactor_bfloat16_no_factored_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at, numbered(before + start + odd * TILE, at),
-                    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            adafactor_bfloat16_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-            )
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_bfloat16_no_factored_small_3_tile, SWEEP, (grad_scale,
+        one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2755,82 +2357,16 @@ def adafactor_float16_no_factored_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, sums=(("square", (8,)), ("square", (9,))),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    variance_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)          # uint8 [n]  read
-    variance_range_ptr = pointer(row + 4, tl.int16, ALIGNED)          # int16 [blocks of 64]  read
-    tensor_sum_for_alpha_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, where, block, live, live_block,
-                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        variance_codes_ptr += origin
-        variance_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_codes_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_codes_ptr + start,
-                variance_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float16_no_factored_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
+        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2920,80 +2456,16 @@ def adafactor_float16_no_factored_3(
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    variance_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)          # uint8 [n]  read and written
-    variance_range_ptr = pointer(row + 4, tl.int16, ALIGNED)          # int16 [blocks of 64]  read and written
-    tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            adafactor_float16_no_factored_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_codes_ptr, variance_range_ptr, tensor_div_ptr, where, block, live,
-                live_block, number, grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        variance_codes_ptr += origin
-        variance_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adafactor_float16_no_factored_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_codes_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
-                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            adafactor_float16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_codes_ptr + start,
-                variance_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-            )
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float16_no_factored_3_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay,
+        scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3030,53 +2502,16 @@ def adafactor_float16_no_factored_small_1(
     table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2,
+        sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    variance_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read
-    tensor_sum_for_alpha_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    variance_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                variance_ptr + start + odd * TILE, at, at, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
-            one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float16_no_factored_small_1_tile, SWEEP, (scalar_0, one_minus_t_pow_beta2_decay,
+        eps1_times_eps1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3139,64 +2574,17 @@ def adafactor_float16_no_factored_small_3(
     one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    variance_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            adafactor_float16_no_factored_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, where, live, number, grad_scale,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
-                stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        variance_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adafactor_float16_no_factored_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at, numbered(before + start + odd * TILE, at),
-                    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            adafactor_float16_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-            )
+    """adafactor: the tiles of one work item."""
+    walk(
+        table, work, adafactor_float16_no_factored_small_3_tile, SWEEP, (grad_scale,
+        one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -17,7 +17,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import get, minus, put, reciprocal, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -45,39 +46,13 @@ def adagrad_float32(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """adagrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    sum_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adagrad_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
-                weight_decay, grad_scale, scalar_0, scalar_1, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adagrad_float32_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
-            True,
-        )
+    """adagrad: the tiles of one work item."""
+    walk(
+        table, work, adagrad_float32_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -108,39 +83,13 @@ def adagrad_bfloat16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """adagrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    sum_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adagrad_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
-                weight_decay, grad_scale, scalar_0, scalar_1, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adagrad_bfloat16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
-            True,
-        )
+    """adagrad: the tiles of one work item."""
+    walk(
+        table, work, adagrad_bfloat16_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -169,39 +118,13 @@ def adagrad_float16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """adagrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    sum_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adagrad_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
-                weight_decay, grad_scale, scalar_0, scalar_1, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adagrad_float16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
-            True,
-        )
+    """adagrad: the tiles of one work item."""
+    walk(
+        table, work, adagrad_float16_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_max, block_min, byte, get, inverse, joined, minus, numbered, opaque, pointer, put,
-    reciprocal, rotl, widened,
+    apart, block_max, block_min, byte, get, inverse, joined, minus, put, reciprocal, rotl, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -87,74 +87,16 @@ def adagrad_float32(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adagrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    sum_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)               # uint8 [n]  read and written
-    sum_range_ptr = pointer(row + 3, tl.int16, ALIGNED)               # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = (tl.load(row + 9) + 63) // 64 * 64
-    begin = tl.load(row + 7) * pace + tl.load(row + 8) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            adagrad_float32_tile(
-                p_ptr, g_ptr, sum_codes_ptr, sum_range_ptr, where, block, live, live_block, number, weight_decay,
-                grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        sum_codes_ptr += origin
-        sum_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adagrad_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_codes_ptr + start + odd * TILE,
-                    sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, scalar_0, scalar_1, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            adagrad_float32_tile(
-                p_ptr + start, g_ptr + start, sum_codes_ptr + start, sum_range_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale, scalar_0,
-                scalar_1, step_key, stream_key, True,
-            )
+    """adagrad: the tiles of one work item."""
+    walk(
+        table, work, adagrad_float32_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -182,39 +124,13 @@ def adagrad_float32_small(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """adagrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    sum_ptr = pointer(row + 2, tl.float32, ALIGNED)                   # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    sum_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adagrad_float32_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
-                weight_decay, grad_scale, scalar_0, scalar_1, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adagrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
-            True,
-        )
+    """adagrad: the tiles of one work item."""
+    walk(
+        table, work, adagrad_float32_small_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -285,76 +201,16 @@ def adagrad_bfloat16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adagrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    sum_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)               # uint8 [n]  read and written
-    sum_range_ptr = pointer(row + 4, tl.int16, ALIGNED)               # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = (tl.load(row + 10) + 63) // 64 * 64
-    begin = tl.load(row + 8) * pace + tl.load(row + 9) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            adagrad_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, sum_codes_ptr, sum_range_ptr, where, block, live, live_block, number,
-                weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        sum_codes_ptr += origin
-        sum_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adagrad_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_codes_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, scalar_0, scalar_1,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            adagrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_codes_ptr + start,
-                sum_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-            )
+    """adagrad: the tiles of one work item."""
+    walk(
+        table, work, adagrad_bfloat16_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -397,60 +253,16 @@ def adagrad_bfloat16_small(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """adagrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    sum_ptr = pointer(row + 3, tl.float32, ALIGNED)                   # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            adagrad_bfloat16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, sum_ptr, where, live, number, weight_decay, grad_scale, scalar_0, scalar_1,
-                step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        sum_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adagrad_bfloat16_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay,
-                    grad_scale, scalar_0, scalar_1, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            adagrad_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
-                numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-            )
+    """adagrad: the tiles of one work item."""
+    walk(
+        table, work, adagrad_bfloat16_small_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -537,76 +349,16 @@ def adagrad_float16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adagrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    sum_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)               # uint8 [n]  read and written
-    sum_range_ptr = pointer(row + 4, tl.int16, ALIGNED)               # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = (tl.load(row + 10) + 63) // 64 * 64
-    begin = tl.load(row + 8) * pace + tl.load(row + 9) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            adagrad_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, sum_codes_ptr, sum_range_ptr, where, block, live, live_block, number,
-                weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        sum_codes_ptr += origin
-        sum_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adagrad_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_codes_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, scalar_0, scalar_1,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            adagrad_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_codes_ptr + start,
-                sum_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-            )
+    """adagrad: the tiles of one work item."""
+    walk(
+        table, work, adagrad_float16_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -665,60 +417,16 @@ def adagrad_float16_small(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
     scalar_1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """adagrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    sum_ptr = pointer(row + 3, tl.float32, ALIGNED)                   # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            adagrad_float16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, sum_ptr, where, live, number, weight_decay, grad_scale, scalar_0, scalar_1,
-                step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        sum_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adagrad_float16_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay,
-                    grad_scale, scalar_0, scalar_1, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            adagrad_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
-                numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-            )
+    """adagrad: the tiles of one work item."""
+    walk(
+        table, work, adagrad_float16_small_tile, SWEEP, (weight_decay, grad_scale, scalar_0, scalar_1), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def adam_mini_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g, at, live, MASKED)
+    return term(g, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -62,13 +63,13 @@ def adam_mini_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adam_mini_float32_1_tile(g_ptr + start * columns, at, at, False)
+        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adam_mini_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -77,19 +78,19 @@ def adam_mini_float32_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adam_mini_float32_1_tile(g_ptr + start * columns, at, live, True)
+        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adam_mini_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adam_mini_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adam_mini_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = adam_mini_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -109,7 +110,7 @@ def adam_mini_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = adam_mini_float32_1_tile(g_ptr, at, live, True)
+        row_sum_term, = adam_mini_float32_1_tile(g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -313,7 +314,7 @@ def adam_mini_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -347,13 +348,13 @@ def adam_mini_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
+        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -362,19 +363,19 @@ def adam_mini_bfloat16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -394,7 +395,7 @@ def adam_mini_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = adam_mini_bfloat16_1_tile(g_ptr, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_1_tile(g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -549,7 +550,7 @@ def adam_mini_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -583,13 +584,13 @@ def adam_mini_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adam_mini_float16_1_tile(g_ptr + start * columns, at, at, False)
+        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adam_mini_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -598,19 +599,19 @@ def adam_mini_float16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adam_mini_float16_1_tile(g_ptr + start * columns, at, live, True)
+        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adam_mini_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adam_mini_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adam_mini_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = adam_mini_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -630,7 +631,7 @@ def adam_mini_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = adam_mini_float16_1_tile(g_ptr, at, live, True)
+        row_sum_term, = adam_mini_float16_1_tile(g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -780,35 +781,13 @@ def adam_mini_float16_3_flat(
 def adam_mini_float32_no_by_rows_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None),), parts=2, sums=(("square", (6,)),)),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_vmean_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -889,77 +868,29 @@ def adam_mini_float32_no_by_rows_3(
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    m_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adam_mini_float32_no_by_rows_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, one_over_denom_ptr,
-                at, at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adam_mini_float32_no_by_rows_3_tile(
-            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float32_no_by_rows_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None),), parts=2, sums=(("square", (6,)),)),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_vmean_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -994,77 +925,29 @@ def adam_mini_bfloat16_no_by_rows_3(
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.bfloat16), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    m_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adam_mini_bfloat16_no_by_rows_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, one_over_denom_ptr,
-                at, at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adam_mini_bfloat16_no_by_rows_3_tile(
-            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_bfloat16_no_by_rows_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None),), parts=2, sums=(("square", (6,)),)),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_vmean_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -1097,42 +980,16 @@ def adam_mini_float16_no_by_rows_3(
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float16), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    m_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adam_mini_float16_no_by_rows_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, one_over_denom_ptr,
-                at, at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adam_mini_float16_no_by_rows_3_tile(
-            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float16_no_by_rows_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

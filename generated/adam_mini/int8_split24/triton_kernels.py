@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, minus, numbered, opaque, pointer, put, reciprocal,
-    rotl, rounded, term, widened, within,
+    apart, block_magnitude, byte, counter, get, joined, minus, pointer, put, reciprocal, rotl, rounded, term,
+    widened, within,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def adam_mini_float32_1_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
-    return term(g, at, live, MASKED)
+    return term(g, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -110,25 +111,25 @@ def adam_mini_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adam_mini_float32_1_tile(
+        row_sum_term, = adam_mini_float32_1_tile(
             g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
             at_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adam_mini_float32_1_tile(
+        row_sum_term, = adam_mini_float32_1_tile(
             g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float32_1_tile(
+        row_sum_term, = adam_mini_float32_1_tile(
             g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float32_1_tile(
+        row_sum_term, = adam_mini_float32_1_tile(
             g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
             at, at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
@@ -142,7 +143,7 @@ def adam_mini_float32_1(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term = adam_mini_float32_1_tile(
+        row_sum_term, = adam_mini_float32_1_tile(
             g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
             live_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, True,
@@ -151,7 +152,7 @@ def adam_mini_float32_1(
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
-        row_sum_term = adam_mini_float32_1_tile(
+        row_sum_term, = adam_mini_float32_1_tile(
             g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -160,7 +161,7 @@ def adam_mini_float32_1(
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
-        row_sum_term = adam_mini_float32_1_tile(
+        row_sum_term, = adam_mini_float32_1_tile(
             g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -169,7 +170,7 @@ def adam_mini_float32_1(
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
-        row_sum_term = adam_mini_float32_1_tile(
+        row_sum_term, = adam_mini_float32_1_tile(
             g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
             at, at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -209,7 +210,7 @@ def adam_mini_float32_1_flat(
         live = live_block & (lane < columns)
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term = adam_mini_float32_1_tile(
+        row_sum_term, = adam_mini_float32_1_tile(
             g_ptr, m_codes_ptr, m_scale_ptr, at, block, live, live_block, number, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
@@ -429,7 +430,7 @@ def adam_mini_float32_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g, at, live, MASKED)
+    return term(g, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -463,13 +464,13 @@ def adam_mini_float32_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adam_mini_float32_small_1_tile(g_ptr + start * columns, at, at, False)
+        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adam_mini_float32_small_1_tile(g_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float32_small_1_tile(g_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float32_small_1_tile(g_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -478,19 +479,19 @@ def adam_mini_float32_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adam_mini_float32_small_1_tile(g_ptr + start * columns, at, live, True)
+        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adam_mini_float32_small_1_tile(g_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adam_mini_float32_small_1_tile(g_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adam_mini_float32_small_1_tile(g_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -510,7 +511,7 @@ def adam_mini_float32_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.con
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = adam_mini_float32_small_1_tile(g_ptr, at, live, True)
+        row_sum_term, = adam_mini_float32_small_1_tile(g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -715,7 +716,7 @@ def adam_mini_bfloat16_1_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -762,25 +763,25 @@ def adam_mini_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adam_mini_bfloat16_1_tile(
+        row_sum_term, = adam_mini_bfloat16_1_tile(
             g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
             at_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adam_mini_bfloat16_1_tile(
+        row_sum_term, = adam_mini_bfloat16_1_tile(
             g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_bfloat16_1_tile(
+        row_sum_term, = adam_mini_bfloat16_1_tile(
             g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_bfloat16_1_tile(
+        row_sum_term, = adam_mini_bfloat16_1_tile(
             g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
             at, at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
@@ -794,7 +795,7 @@ def adam_mini_bfloat16_1(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term = adam_mini_bfloat16_1_tile(
+        row_sum_term, = adam_mini_bfloat16_1_tile(
             g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
             live_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, True,
@@ -803,7 +804,7 @@ def adam_mini_bfloat16_1(
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
-        row_sum_term = adam_mini_bfloat16_1_tile(
+        row_sum_term, = adam_mini_bfloat16_1_tile(
             g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -812,7 +813,7 @@ def adam_mini_bfloat16_1(
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
-        row_sum_term = adam_mini_bfloat16_1_tile(
+        row_sum_term, = adam_mini_bfloat16_1_tile(
             g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -821,7 +822,7 @@ def adam_mini_bfloat16_1(
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
-        row_sum_term = adam_mini_bfloat16_1_tile(
+        row_sum_term, = adam_mini_bfloat16_1_tile(
             g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
             at, at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -861,7 +862,7 @@ def adam_mini_bfloat16_1_flat(
         live = live_block & (lane < columns)
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term = adam_mini_bfloat16_1_tile(
+        row_sum_term, = adam_mini_bfloat16_1_tile(
             g_ptr, m_codes_ptr, m_scale_ptr, at, block, live, live_block, number, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
@@ -1088,7 +1089,7 @@ def adam_mini_bfloat16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1122,13 +1123,13 @@ def adam_mini_bfloat16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns, at, at, False)
+        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -1137,19 +1138,19 @@ def adam_mini_bfloat16_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -1169,7 +1170,7 @@ def adam_mini_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.co
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr, at, live, True)
+        row_sum_term, = adam_mini_bfloat16_small_1_tile(g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -1398,7 +1399,7 @@ def adam_mini_float16_1_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1445,25 +1446,25 @@ def adam_mini_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adam_mini_float16_1_tile(
+        row_sum_term, = adam_mini_float16_1_tile(
             g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, at,
             at_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adam_mini_float16_1_tile(
+        row_sum_term, = adam_mini_float16_1_tile(
             g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, at, at_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float16_1_tile(
+        row_sum_term, = adam_mini_float16_1_tile(
             g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, at, at_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float16_1_tile(
+        row_sum_term, = adam_mini_float16_1_tile(
             g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
             at, at_block, at, at_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, False,
@@ -1477,7 +1478,7 @@ def adam_mini_float16_1(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_sum_term = adam_mini_float16_1_tile(
+        row_sum_term, = adam_mini_float16_1_tile(
             g_ptr + start * columns, m_codes_ptr + start * columns, m_scale_ptr + start * blocks, at, at_block, live,
             live_block, before + (start + at_row) * padded | lane & 7, beta1, one_minus_beta1_times_grad_scale,
             step_key, stream_key, True,
@@ -1486,7 +1487,7 @@ def adam_mini_float16_1(
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
-        row_sum_term = adam_mini_float16_1_tile(
+        row_sum_term, = adam_mini_float16_1_tile(
             g_ptr + start * columns + 256, m_codes_ptr + start * columns + 256, m_scale_ptr + start * blocks + 4, at,
             at_block, live, live_block, before + 256 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -1495,7 +1496,7 @@ def adam_mini_float16_1(
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
-        row_sum_term = adam_mini_float16_1_tile(
+        row_sum_term, = adam_mini_float16_1_tile(
             g_ptr + start * columns + 512, m_codes_ptr + start * columns + 512, m_scale_ptr + start * blocks + 8, at,
             at_block, live, live_block, before + 512 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -1504,7 +1505,7 @@ def adam_mini_float16_1(
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
-        row_sum_term = adam_mini_float16_1_tile(
+        row_sum_term, = adam_mini_float16_1_tile(
             g_ptr + start * columns + 768, m_codes_ptr + start * columns + 768, m_scale_ptr + start * blocks + 12,
             at, at_block, live, live_block, before + 768 + (start + at_row) * padded | lane & 7, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -1544,7 +1545,7 @@ def adam_mini_float16_1_flat(
         live = live_block & (lane < columns)
         eights = begin + block // per_row * pace + (lane & -8)
         number = eights.to(tl.int32) | (lane & 7).to(tl.int32)
-        row_sum_term = adam_mini_float16_1_tile(
+        row_sum_term, = adam_mini_float16_1_tile(
             g_ptr, m_codes_ptr, m_scale_ptr, at, block, live, live_block, number, beta1,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
         )
@@ -1765,7 +1766,7 @@ def adam_mini_float16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1799,13 +1800,13 @@ def adam_mini_float16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = adam_mini_float16_small_1_tile(g_ptr + start * columns, at, at, False)
+        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = adam_mini_float16_small_1_tile(g_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float16_small_1_tile(g_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = adam_mini_float16_small_1_tile(g_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -1814,19 +1815,19 @@ def adam_mini_float16_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = adam_mini_float16_small_1_tile(g_ptr + start * columns, at, live, True)
+        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = adam_mini_float16_small_1_tile(g_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = adam_mini_float16_small_1_tile(g_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = adam_mini_float16_small_1_tile(g_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_vmean_row_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -1846,7 +1847,7 @@ def adam_mini_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.con
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = adam_mini_float16_small_1_tile(g_ptr, at, live, True)
+        row_sum_term, = adam_mini_float16_small_1_tile(g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -2089,7 +2090,7 @@ def adam_mini_float32_no_by_rows_1_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
-    return term(g, at, live, MASKED)
+    return term(g, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2097,79 +2098,16 @@ def adam_mini_float32_no_by_rows_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, parts=4, counted=True,
+        keys=("step", "stream"), sums=(("square", (7,)),),
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    m_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    tensor_sum_for_vmean_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = (tl.load(row + 16) + 63) // 64 * 64
-    begin = tl.load(row + 14) * pace + tl.load(row + 15) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
-                g_ptr, m_codes_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
-                one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        m_codes_ptr += origin
-        m_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
-                    g_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
-                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                    False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
-                g_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float32_no_by_rows_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2252,99 +2190,29 @@ def adam_mini_float32_no_by_rows_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (6, tl.float32, "one")), block=64,
+        parts=2,
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    m_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)                 # uint8 [n]  read
-    m_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
-    one_over_denom_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            adam_mini_float32_no_by_rows_3_tile(
-                p_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, where, block, live, live_block,
-                one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        m_codes_ptr += origin
-        m_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adam_mini_float32_no_by_rows_3_tile(
-                    p_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
-                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
-                    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            adam_mini_float32_no_by_rows_3_tile(
-                p_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, one_over_denom_ptr, few,
-                few_blocks, live, live_block, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
-            )
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float32_no_by_rows_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float32_no_by_rows_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None),), parts=2, sums=(("square", (6,)),)),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_vmean_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float32_small_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2397,42 +2265,16 @@ def adam_mini_float32_no_by_rows_small_3(
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    m_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adam_mini_float32_no_by_rows_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, one_over_denom_ptr,
-                at, at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adam_mini_float32_no_by_rows_small_3_tile(
-            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-        )
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float32_no_by_rows_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2473,7 +2315,7 @@ def adam_mini_bfloat16_no_by_rows_1_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2481,79 +2323,16 @@ def adam_mini_bfloat16_no_by_rows_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((1, None), (3, tl.uint8), (4, tl.int16, "block")), block=64, parts=4, counted=True,
+        keys=("step", "stream"), sums=(("square", (8,)),),
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    tensor_sum_for_vmean_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
-                g_ptr, m_codes_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
-                one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        m_codes_ptr += origin
-        m_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
-                    g_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
-                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                    False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
-                g_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_bfloat16_no_by_rows_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2623,110 +2402,29 @@ def adam_mini_bfloat16_no_by_rows_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (7, tl.float32, "one")),
+        block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
-    m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
-    one_over_denom_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            adam_mini_bfloat16_no_by_rows_3_tile(
-                p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, where, block, live, live_block,
-                number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        m_codes_ptr += origin
-        m_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adam_mini_bfloat16_no_by_rows_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
-                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            adam_mini_bfloat16_no_by_rows_3_tile(
-                p_ptr + start, weight_low_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW,
-                one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-            )
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_bfloat16_no_by_rows_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_bfloat16_no_by_rows_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None),), parts=2, sums=(("square", (7,)),)),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_vmean_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_bfloat16_small_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2772,64 +2470,17 @@ def adam_mini_bfloat16_no_by_rows_small_3(
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            adam_mini_bfloat16_no_by_rows_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, where, live, number, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        m_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adam_mini_bfloat16_no_by_rows_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, numbered(before + start + odd * TILE, at), beta1,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            adam_mini_bfloat16_no_by_rows_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
-            )
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_bfloat16_no_by_rows_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2870,7 +2521,7 @@ def adam_mini_float16_no_by_rows_1_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_codes_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2878,79 +2529,16 @@ def adam_mini_float16_no_by_rows_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((1, None), (3, tl.uint8), (4, tl.int16, "block")), block=64, parts=4, counted=True,
+        keys=("step", "stream"), sums=(("square", (8,)),),
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    tensor_sum_for_vmean_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
-                g_ptr, m_codes_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
-                one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        m_codes_ptr += origin
-        m_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
-                    g_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
-                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                    False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
-                g_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float16_no_by_rows_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3014,110 +2602,29 @@ def adam_mini_float16_no_by_rows_3(
     table, work, one_minus_lr_times_weight_decay: tl.float32, lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (7, tl.float32, "one")),
+        block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)                 # uint8 [n]  read
-    m_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read
-    one_over_denom_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            adam_mini_float16_no_by_rows_3_tile(
-                p_ptr, weight_low_ptr, m_codes_ptr, m_scale_ptr, one_over_denom_ptr, where, block, live, live_block,
-                number, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        m_codes_ptr += origin
-        m_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adam_mini_float16_no_by_rows_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_codes_ptr + start + odd * TILE,
-                    m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            adam_mini_float16_no_by_rows_3_tile(
-                p_ptr + start, weight_low_ptr + start, m_codes_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW,
-                one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-            )
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float16_no_by_rows_3_tile, SWEEP, (one_minus_lr_times_weight_decay,
+        lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adam_mini_float16_no_by_rows_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None),), parts=2, sums=(("square", (7,)),)),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_vmean_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float16_small_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3179,64 +2686,17 @@ def adam_mini_float16_no_by_rows_small_3(
     one_minus_beta1_times_grad_scale: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    m_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    one_over_denom_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            adam_mini_float16_no_by_rows_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, m_ptr, one_over_denom_ptr, where, live, number, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        m_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                adam_mini_float16_no_by_rows_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, numbered(before + start + odd * TILE, at), beta1,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            adam_mini_float16_no_by_rows_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
-            )
+    """adam_mini: the tiles of one work item."""
+    walk(
+        table, work, adam_mini_float16_no_by_rows_small_3_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -19,9 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import (
-    down, fold, get, larger, minus, opaque, pointer, put, reciprocal, term, widened,
-)
+from optgen.runtime.triton_prelude import down, fold, get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -1526,43 +1525,14 @@ def adamp_float32_no_projected(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamp_float32_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamp_float32_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: the tiles of one work item."""
+    walk(
+        table, work, adamp_float32_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1603,43 +1573,14 @@ def adamp_bfloat16_no_projected(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamp_bfloat16_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamp_bfloat16_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: the tiles of one work item."""
+    walk(
+        table, work, adamp_bfloat16_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1678,43 +1619,14 @@ def adamp_float16_no_projected(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamp_float16_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamp_float16_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: the tiles of one work item."""
+    walk(
+        table, work, adamp_float16_no_projected_tile, SWEEP, (beta1, beta2, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2934,45 +2846,15 @@ def adamp_float32_nesterov_no_projected(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamp_float32_nesterov_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-                one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamp_float32_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: the tiles of one work item."""
+    walk(
+        table, work, adamp_float32_nesterov_no_projected_tile, SWEEP, (beta1, beta2,
+        one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3015,45 +2897,15 @@ def adamp_bfloat16_nesterov_no_projected(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamp_bfloat16_nesterov_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-                one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamp_bfloat16_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: the tiles of one work item."""
+    walk(
+        table, work, adamp_bfloat16_nesterov_no_projected_tile, SWEEP, (beta1, beta2,
+        one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3094,45 +2946,15 @@ def adamp_float16_nesterov_no_projected(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr_over_one_minus_beta1_pow_t: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamp_float16_nesterov_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-                one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamp_float16_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-            beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, True,
-        )
+    """adamp: the tiles of one work item."""
+    walk(
+        table, work, adamp_float16_nesterov_no_projected_tile, SWEEP, (beta1, beta2,
+        one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
+        beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
+        minus_lr_over_one_minus_beta1_pow_t), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

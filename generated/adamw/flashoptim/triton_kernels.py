@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, counter, floor, get, inverse, minus, opaque, pointer, put, reciprocal,
-    widened,
+    apart, block_magnitude, block_max, counter, floor, get, inverse, minus, put, reciprocal, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -78,74 +78,17 @@ def adamw_float32(
     one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32,
     scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.float16, "block"), (4, tl.uint8),
+        (5, tl.float16, "block")), block=32, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    BLOCKS: tl.constexpr = TILE // 32
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 32
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 31) // 32
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            adamw_float32_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
-                block, live, live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
-        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
-                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 32 < count - start
-            adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_tile, SWEEP, (one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+        one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -222,77 +165,17 @@ def adamw_bfloat16(
     beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32,
     scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.float16, "block"),
+        (5, tl.uint8), (6, tl.float16, "block")), block=32, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    BLOCKS: tl.constexpr = TILE // 32
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 32
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 31) // 32
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            adamw_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_scale_ptr, where, block, live, live_block, one_over_127, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
-        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 32 < count - start
-            adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4,
-                scalar_5, scalar_6, scalar_7, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_tile, SWEEP, (one_over_127, one_minus_lr_times_weight_decay,
+        beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -367,77 +250,17 @@ def adamw_float16(
     beta1_times_one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_4: tl.float32,
     scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.float16, "block"),
+        (5, tl.uint8), (6, tl.float16, "block")), block=32, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    BLOCKS: tl.constexpr = TILE // 32
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 32
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 31) // 32
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            adamw_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_scale_ptr, where, block, live, live_block, one_over_127, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
-        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 32 < count - start
-            adamw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4,
-                scalar_5, scalar_6, scalar_7, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_tile, SWEEP, (one_over_127, one_minus_lr_times_weight_decay,
+        beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -510,82 +333,18 @@ def adamw_float32_amsgrad(
     one_over_127: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        14, 8, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.float16, "block"), (4, tl.uint8),
+        (5, tl.float16, "block"), (6, tl.uint8), (7, tl.float16, "block")), block=32, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 14 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
-    max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float16, ALIGNED)  # float16 [blocks of 32]  read and written
-    numel = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    BLOCKS: tl.constexpr = TILE // 32
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 32
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 31) // 32
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            adamw_float32_amsgrad_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block,
-                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
-        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin
-        max_exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float32_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
-                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                    one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 32 < count - start
-            adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
-                live, live_block, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7,
-                scalar_8, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_amsgrad_tile, SWEEP, (sqrt_one_over_255_times_one_over_255,
+        one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+        one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -680,85 +439,17 @@ def adamw_bfloat16_amsgrad(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        15, 9, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.float16, "block"),
+        (5, tl.uint8), (6, tl.float16, "block"), (7, tl.uint8), (8, tl.float16, "block")), block=32, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 15 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
-    max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.float16, ALIGNED)  # float16 [blocks of 32]  read and written
-    numel = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    BLOCKS: tl.constexpr = TILE // 32
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 32
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 31) // 32
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            adamw_bfloat16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block,
-                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
-        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin
-        max_exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_bfloat16_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
-                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, one_over_127,
-                    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 32 < count - start
-            adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
-                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_amsgrad_tile, SWEEP, (one_over_127, sqrt_one_over_255_times_one_over_255,
+        one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5,
+        scalar_6, scalar_7, scalar_8), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -851,85 +542,17 @@ def adamw_float16_amsgrad(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     scalar_7: tl.float32, scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        15, 9, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.float16, "block"),
+        (5, tl.uint8), (6, tl.float16, "block"), (7, tl.uint8), (8, tl.float16, "block")), block=32, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 15 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.float16, ALIGNED)         # float16 [blocks of 32]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 6, tl.float16, ALIGNED)      # float16 [blocks of 32]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
-    max_exp_avg_sq_scale_ptr = pointer(row + 8, tl.float16, ALIGNED)  # float16 [blocks of 32]  read and written
-    numel = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    BLOCKS: tl.constexpr = TILE // 32
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 32
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 31) // 32
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            adamw_float16_amsgrad_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_scale_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block,
-                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 32 + tl.arange(0, 32)[None, :]
-        few = few_blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin
-        max_exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float16_amsgrad_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
-                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, one_over_127,
-                    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                    one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 32 < count - start
-            adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
-                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_amsgrad_tile, SWEEP, (one_over_127, sqrt_one_over_255_times_one_over_255,
+        one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5,
+        scalar_6, scalar_7, scalar_8), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

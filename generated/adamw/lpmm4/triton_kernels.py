@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    axis_max, axis_min, block_magnitude, block_max, down, floor, fold, get, inverse, larger, minus, opaque,
-    packed, pointer, put, reciprocal, rint, term, unpacked, widened,
+    axis_max, axis_min, block_magnitude, block_max, down, floor, fold, get, inverse, larger, minus, packed,
+    pointer, put, reciprocal, rint, term, unpacked, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def adamw_float32_2_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    return term(exp_avg_sq, at, live, MASKED, True)
+    return term(exp_avg_sq, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -167,7 +168,7 @@ def adamw_float32_2(
     full = tl.where(width == 2048, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
@@ -176,7 +177,7 @@ def adamw_float32_2(
         )
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at,
@@ -185,7 +186,7 @@ def adamw_float32_2(
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
@@ -194,7 +195,7 @@ def adamw_float32_2(
         )
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
@@ -213,7 +214,7 @@ def adamw_float32_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
@@ -226,7 +227,7 @@ def adamw_float32_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live,
@@ -239,7 +240,7 @@ def adamw_float32_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
@@ -252,7 +253,7 @@ def adamw_float32_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
@@ -310,7 +311,7 @@ def adamw_float32_2_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
@@ -657,50 +658,20 @@ def adamw_float32_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_float32_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_float32_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    at_block, at_eight, live, live_block, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -754,81 +725,17 @@ def adamw_float32_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block")), block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_float32_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
-                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float32_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_float32_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -879,7 +786,7 @@ def adamw_bfloat16_2_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    return term(exp_avg_sq, at, live, MASKED, True)
+    return term(exp_avg_sq, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -940,7 +847,7 @@ def adamw_bfloat16_2(
     full = tl.where(width == 2048, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
@@ -949,7 +856,7 @@ def adamw_bfloat16_2(
         )
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at,
@@ -958,7 +865,7 @@ def adamw_bfloat16_2(
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
@@ -967,7 +874,7 @@ def adamw_bfloat16_2(
         )
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
@@ -986,7 +893,7 @@ def adamw_bfloat16_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
@@ -999,7 +906,7 @@ def adamw_bfloat16_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live,
@@ -1012,7 +919,7 @@ def adamw_bfloat16_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
@@ -1025,7 +932,7 @@ def adamw_bfloat16_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
@@ -1083,7 +990,7 @@ def adamw_bfloat16_2_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
@@ -1313,50 +1220,20 @@ def adamw_bfloat16_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_bfloat16_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_bfloat16_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    at_block, at_eight, live, live_block, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1414,81 +1291,17 @@ def adamw_bfloat16_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block")), block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_bfloat16_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
-                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_bfloat16_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_bfloat16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1537,7 +1350,7 @@ def adamw_float16_2_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    return term(exp_avg_sq, at, live, MASKED, True)
+    return term(exp_avg_sq, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1598,7 +1411,7 @@ def adamw_float16_2(
     full = tl.where(width == 2048, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, at, at_block, at_eight, at_row, lane,
@@ -1607,7 +1420,7 @@ def adamw_float16_2(
         )
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = down(exp_avg_sq_terms_0, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, at,
@@ -1616,7 +1429,7 @@ def adamw_float16_2(
         )
         exp_avg_sq_term_1 = exp_avg_sq_term
         exp_avg_sq_terms_1 = down(exp_avg_sq_terms_1, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, at,
@@ -1625,7 +1438,7 @@ def adamw_float16_2(
         )
         exp_avg_sq_term_0 = larger(exp_avg_sq_term_0, exp_avg_sq_term)
         exp_avg_sq_terms_2 = down(exp_avg_sq_terms_2, tl.reshape(exp_avg_sq_term, [ROWS, 512]), True)
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, at,
@@ -1644,7 +1457,7 @@ def adamw_float16_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width)
         live_eight = live_row & (eight * 8 < width)
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             p_ptr + start * columns, g_ptr + start * columns, exp_avg_codes_ptr + start * eights,
             exp_avg_scale_ptr + start * blocks, exp_avg_sq_codes_ptr + start * eights, exp_avg_sq_row_ptr + start,
             exp_avg_sq_col_spread_ptr, at, at_block, at_eight, at_row, lane, live, live_block, live_eight, live_row,
@@ -1657,7 +1470,7 @@ def adamw_float16_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width - 512)
         live_eight = live_row & (eight * 8 < width - 512)
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, exp_avg_codes_ptr + start * eights + 64,
             exp_avg_scale_ptr + start * blocks + 4, exp_avg_sq_codes_ptr + start * eights + 64,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 512, at, at_block, at_eight, at_row, lane, live,
@@ -1670,7 +1483,7 @@ def adamw_float16_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width - 1024)
         live_eight = live_row & (eight * 8 < width - 1024)
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             p_ptr + start * columns + 1024, g_ptr + start * columns + 1024, exp_avg_codes_ptr + start * eights + 128,
             exp_avg_scale_ptr + start * blocks + 8, exp_avg_sq_codes_ptr + start * eights + 128,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1024, at, at_block, at_eight, at_row, lane, live,
@@ -1683,7 +1496,7 @@ def adamw_float16_2(
         live = live_row & live_col
         live_block = live_row & (block * 128 < width - 1536)
         live_eight = live_row & (eight * 8 < width - 1536)
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             p_ptr + start * columns + 1536, g_ptr + start * columns + 1536, exp_avg_codes_ptr + start * eights + 192,
             exp_avg_scale_ptr + start * blocks + 12, exp_avg_sq_codes_ptr + start * eights + 192,
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_spread_ptr + 1536, at, at_block, at_eight, at_row, lane, live,
@@ -1741,7 +1554,7 @@ def adamw_float16_2_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_row_ptr,
             exp_avg_sq_col_spread_ptr, at, block, at_eight, at_row, at_col, live, live_block, live_eight, live, live,
             beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
@@ -1969,50 +1782,20 @@ def adamw_float16_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_float16_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_float16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_float16_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    at_block, at_eight, live, live_block, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -2068,81 +1851,17 @@ def adamw_float16_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block")), block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_float16_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
-                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float16_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_float16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2954,52 +2673,22 @@ def adamw_float32_amsgrad_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    max_exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_float32_amsgrad_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_float32_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_amsgrad_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_float32_amsgrad_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, at_eight, live, live_block, live_eight,
     beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
@@ -3070,89 +2759,18 @@ def adamw_float32_amsgrad_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        14, 8, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block"), (6, tl.int32, "eight"), (7, tl.float32, "block")),
+        block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 14 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
-    max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_float32_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
-                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin // 8
-        max_exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float32_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_float32_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_amsgrad_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3761,52 +3379,22 @@ def adamw_bfloat16_amsgrad_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    max_exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_bfloat16_amsgrad_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_bfloat16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_amsgrad_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_bfloat16_amsgrad_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, at_eight, live, live_block, live_eight,
     beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
@@ -3881,89 +3469,18 @@ def adamw_bfloat16_amsgrad_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        14, 8, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block"), (6, tl.int32, "eight"), (7, tl.float32, "block")),
+        block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 14 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
-    max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
-                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin // 8
-        max_exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_bfloat16_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_amsgrad_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4568,52 +4085,22 @@ def adamw_float16_amsgrad_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    max_exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_float16_amsgrad_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_float16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_amsgrad_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_float16_amsgrad_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, at_eight, live, live_block, live_eight,
     beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
@@ -4686,89 +4173,18 @@ def adamw_float16_amsgrad_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        14, 8, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block"), (6, tl.int32, "eight"), (7, tl.float32, "block")),
+        block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 14 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
-    max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_float16_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
-                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin // 8
-        max_exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float16_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_float16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_amsgrad_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

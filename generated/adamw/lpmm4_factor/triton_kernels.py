@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    block_magnitude, block_max, floor, get, inverse, minus, opaque, packed, pointer, put, reciprocal, rint,
-    term, unpacked, widened,
+    block_magnitude, block_max, floor, get, inverse, minus, packed, pointer, put, reciprocal, rint, term,
+    unpacked, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def adamw_float32_2_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
     # -- encode and store
-    return term(exp_avg_sq, at, live, MASKED)
+    return term(exp_avg_sq, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -123,25 +124,25 @@ def adamw_float32_2(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
@@ -154,7 +155,7 @@ def adamw_float32_2(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -162,7 +163,7 @@ def adamw_float32_2(
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
         live_col = lane < width - 256
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -170,7 +171,7 @@ def adamw_float32_2(
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
         live_col = lane < width - 512
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -178,7 +179,7 @@ def adamw_float32_2(
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
         live_col = lane < width - 768
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -219,7 +220,7 @@ def adamw_float32_2_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
             live, beta2, scalar_0, True,
         )
@@ -623,50 +624,20 @@ def adamw_float32_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_float32_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_float32_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    at_block, at_eight, live, live_block, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -720,81 +691,17 @@ def adamw_float32_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block")), block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_float32_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
-                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float32_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_float32_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -815,7 +722,7 @@ def adamw_bfloat16_2_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # -- encode and store
-    return term(exp_avg_sq, at, live, MASKED)
+    return term(exp_avg_sq, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -862,25 +769,25 @@ def adamw_bfloat16_2(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
@@ -893,7 +800,7 @@ def adamw_bfloat16_2(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -901,7 +808,7 @@ def adamw_bfloat16_2(
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
         live_col = lane < width - 256
         live = live_row & live_col
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -909,7 +816,7 @@ def adamw_bfloat16_2(
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
         live_col = lane < width - 512
         live = live_row & live_col
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -917,7 +824,7 @@ def adamw_bfloat16_2(
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
         live_col = lane < width - 768
         live = live_row & live_col
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -958,7 +865,7 @@ def adamw_bfloat16_2_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
             live, beta2, scalar_0, True,
         )
@@ -1217,50 +1124,20 @@ def adamw_bfloat16_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_bfloat16_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_bfloat16_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    at_block, at_eight, live, live_block, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1318,81 +1195,17 @@ def adamw_bfloat16_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block")), block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_bfloat16_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
-                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_bfloat16_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_bfloat16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1413,7 +1226,7 @@ def adamw_float16_2_tile(
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
     # -- encode and store
-    return term(exp_avg_sq, at, live, MASKED)
+    return term(exp_avg_sq, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1460,25 +1273,25 @@ def adamw_float16_2(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
@@ -1491,7 +1304,7 @@ def adamw_float16_2(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -1499,7 +1312,7 @@ def adamw_float16_2(
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
         live_col = lane < width - 256
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -1507,7 +1320,7 @@ def adamw_float16_2(
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
         live_col = lane < width - 512
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -1515,7 +1328,7 @@ def adamw_float16_2(
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
         live_col = lane < width - 768
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -1556,7 +1369,7 @@ def adamw_float16_2_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
             live, beta2, scalar_0, True,
         )
@@ -1811,50 +1624,20 @@ def adamw_float16_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_float16_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_float16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_float16_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, at,
-    at_block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
+    at_block, at_eight, live, live_block, live_eight, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1910,81 +1693,17 @@ def adamw_float16_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block")), block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_float16_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr, where,
-                block, live, live_block, at_eight, live_eight, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float16_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_float16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2077,25 +1796,25 @@ def adamw_float32_amsgrad_2(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
@@ -2108,7 +1827,7 @@ def adamw_float32_amsgrad_2(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -2116,7 +1835,7 @@ def adamw_float32_amsgrad_2(
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
         live_col = lane < width - 256
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -2124,7 +1843,7 @@ def adamw_float32_amsgrad_2(
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
         live_col = lane < width - 512
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -2132,7 +1851,7 @@ def adamw_float32_amsgrad_2(
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
         live_col = lane < width - 768
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -2173,7 +1892,7 @@ def adamw_float32_amsgrad_2_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        exp_avg_sq_term = adamw_float32_2_tile(
+        exp_avg_sq_term, = adamw_float32_2_tile(
             g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
             live, beta2, scalar_0, True,
         )
@@ -2245,7 +1964,7 @@ def adamw_float32_amsgrad_7_tile(
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq_kept, propagate_nan=tl.PropagateNan.ALL)
     # -- encode and store
-    return term(max_exp_avg_sq, at, live, MASKED)
+    return term(max_exp_avg_sq, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2295,28 +2014,28 @@ def adamw_float32_amsgrad_7(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         max_exp_avg_sq_term_0 = max_exp_avg_sq_term
         max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
-        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 256, max_exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
         max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
-        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 512, max_exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         max_exp_avg_sq_term_0 = max_exp_avg_sq_term_0 + max_exp_avg_sq_term
         max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
-        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 768, max_exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, at, at_row, lane, False,
@@ -2330,7 +2049,7 @@ def adamw_float32_amsgrad_7(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr + start, max_exp_avg_sq_col_ptr,
             max_exp_avg_sq_least_ptr + start, exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
@@ -2339,7 +2058,7 @@ def adamw_float32_amsgrad_7(
         max_exp_avg_sq_terms_0 = max_exp_avg_sq_terms_0 + max_exp_avg_sq_term
         live_col = lane < width - 256
         live = live_row & live_col
-        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 256, max_exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, live, live_row, live_col,
@@ -2349,7 +2068,7 @@ def adamw_float32_amsgrad_7(
         max_exp_avg_sq_terms_1 = max_exp_avg_sq_terms_1 + max_exp_avg_sq_term
         live_col = lane < width - 512
         live = live_row & live_col
-        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 512, max_exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, live, live_row, live_col,
@@ -2359,7 +2078,7 @@ def adamw_float32_amsgrad_7(
         max_exp_avg_sq_terms_2 = max_exp_avg_sq_terms_2 + max_exp_avg_sq_term
         live_col = lane < width - 768
         live = live_row & live_col
-        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
             exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768, max_exp_avg_sq_row_ptr + start,
             max_exp_avg_sq_col_ptr + 768, max_exp_avg_sq_least_ptr + start,
             exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr + start, at, at_row, lane, live, live_row, live_col,
@@ -2401,7 +2120,7 @@ def adamw_float32_amsgrad_7_flat(table, work, step_key: tl.int32, GRAD: tl.const
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        max_exp_avg_sq_term = adamw_float32_amsgrad_7_tile(
+        max_exp_avg_sq_term, = adamw_float32_amsgrad_7_tile(
             exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, max_exp_avg_sq_row_ptr, max_exp_avg_sq_col_ptr,
             max_exp_avg_sq_least_ptr, exp_avg_sq_row_factor_min_1p1754943508222875em38_ptr, at, at_row, at_col, live,
             live, live, True,
@@ -2812,52 +2531,22 @@ def adamw_float32_amsgrad_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    max_exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_float32_amsgrad_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_float32_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_amsgrad_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_float32_amsgrad_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, at_eight, live, live_block, live_eight,
     beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
@@ -2928,89 +2617,18 @@ def adamw_float32_amsgrad_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        14, 8, ((0, tl.float32), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block"), (6, tl.int32, "eight"), (7, tl.float32, "block")),
+        block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 14 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
-    max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_float32_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
-                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin // 8
-        max_exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float32_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_float32_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float32_amsgrad_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3057,25 +2675,25 @@ def adamw_bfloat16_amsgrad_2(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
@@ -3088,7 +2706,7 @@ def adamw_bfloat16_amsgrad_2(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -3096,7 +2714,7 @@ def adamw_bfloat16_amsgrad_2(
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
         live_col = lane < width - 256
         live = live_row & live_col
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -3104,7 +2722,7 @@ def adamw_bfloat16_amsgrad_2(
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
         live_col = lane < width - 512
         live = live_row & live_col
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -3112,7 +2730,7 @@ def adamw_bfloat16_amsgrad_2(
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
         live_col = lane < width - 768
         live = live_row & live_col
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -3153,7 +2771,7 @@ def adamw_bfloat16_amsgrad_2_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        exp_avg_sq_term = adamw_bfloat16_2_tile(
+        exp_avg_sq_term, = adamw_bfloat16_2_tile(
             g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
             live, beta2, scalar_0, True,
         )
@@ -3411,52 +3029,22 @@ def adamw_bfloat16_amsgrad_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    max_exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_bfloat16_amsgrad_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_bfloat16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_amsgrad_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_bfloat16_amsgrad_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, at_eight, live, live_block, live_eight,
     beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
@@ -3531,89 +3119,18 @@ def adamw_bfloat16_amsgrad_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        14, 8, ((0, tl.bfloat16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block"), (6, tl.int32, "eight"), (7, tl.float32, "block")),
+        block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 14 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
-    max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
-                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin // 8
-        max_exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_bfloat16_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_bfloat16_amsgrad_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3660,25 +3177,25 @@ def adamw_float16_amsgrad_2(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
         exp_avg_sq_term_0 = exp_avg_sq_term_0 + exp_avg_sq_term
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, at, at_row, lane, beta2, scalar_0, False,
         )
@@ -3691,7 +3208,7 @@ def adamw_float16_amsgrad_2(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr + start,
             at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -3699,7 +3216,7 @@ def adamw_float16_amsgrad_2(
         exp_avg_sq_terms_0 = exp_avg_sq_terms_0 + exp_avg_sq_term
         live_col = lane < width - 256
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 256, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 256,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -3707,7 +3224,7 @@ def adamw_float16_amsgrad_2(
         exp_avg_sq_terms_1 = exp_avg_sq_terms_1 + exp_avg_sq_term
         live_col = lane < width - 512
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 512, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 512,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -3715,7 +3232,7 @@ def adamw_float16_amsgrad_2(
         exp_avg_sq_terms_2 = exp_avg_sq_terms_2 + exp_avg_sq_term
         live_col = lane < width - 768
         live = live_row & live_col
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr + start * columns + 768, exp_avg_sq_row_ptr + start, exp_avg_sq_col_ptr + 768,
             exp_avg_sq_least_ptr + start, at, at_row, lane, live, live_row, live_col, beta2, scalar_0, True,
         )
@@ -3756,7 +3273,7 @@ def adamw_float16_amsgrad_2_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        exp_avg_sq_term = adamw_float16_2_tile(
+        exp_avg_sq_term, = adamw_float16_2_tile(
             g_ptr, exp_avg_sq_row_ptr, exp_avg_sq_col_ptr, exp_avg_sq_least_ptr, at, at_row, at_col, live, live,
             live, beta2, scalar_0, True,
         )
@@ -4010,52 +3527,22 @@ def adamw_float16_amsgrad_small(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_4: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    max_exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adamw_float16_amsgrad_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adamw_float16_amsgrad_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-        )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_amsgrad_small_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
 def adamw_float16_amsgrad_vector_tile(
     p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, live, live_block, at_eight, live_eight,
+    max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, at, at_block, at_eight, live, live_block, live_eight,
     beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
     scalar_4, scalar_5, MASKED: tl.constexpr,
 ):
@@ -4128,89 +3615,18 @@ def adamw_float16_amsgrad_vector(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, beta2_times_0p0625: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        14, 8, ((0, tl.float16), (1, None), (2, tl.int32, "eight"), (3, tl.float32, "block"),
+        (4, tl.int32, "eight"), (5, tl.float32, "block"), (6, tl.int32, "eight"), (7, tl.float32, "block")),
+        block=128, parts=2,
+    ),
 ):
-    """adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 14 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.int32, ALIGNED)           # 4-bit codes [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)         # float32 [blocks of 128]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.int32, ALIGNED)        # 4-bit codes [n]  read and written
-    exp_avg_sq_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)      # float32 [blocks of 128]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.int32, ALIGNED)    # 4-bit codes [n]  read and written
-    max_exp_avg_sq_scale_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [blocks of 128]  read and written
-    numel = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    BLOCKS: tl.constexpr = TILE // 128
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 128
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 127) // 128
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 128)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lane = (block % per_row * 128)[:, None] + tl.arange(0, 16)[None, :] * 8
-            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8
-            live_eight = (lane < columns) & live_block[:, None]
-            adamw_float16_amsgrad_vector_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_scale_ptr,
-                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_scale_ptr, where, block, live, live_block, at_eight, live_eight,
-                beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        few = few_blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
-        at_eight = at_block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        few_eights = few_blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin // 8
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin // 8
-        exp_avg_sq_scale_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin // 8
-        max_exp_avg_sq_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                adamw_float16_amsgrad_vector_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + (start + odd * TILE) // 8,
-                    max_exp_avg_sq_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    beta2_times_0p0625, scalar_4, scalar_5, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 128 < count - start
-            live_eight = few_eights * 8 < count - start
-            adamw_float16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + (start) // 8,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + (start) // 8,
-                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, few_eights,
-                live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, True,
-            )
+    """adamw: the tiles of one work item."""
+    walk(
+        table, work, adamw_float16_amsgrad_vector_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

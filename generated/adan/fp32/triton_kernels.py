@@ -23,7 +23,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import get, minus, put, reciprocal, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -72,52 +73,18 @@ def adan_float32(
     scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
     one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
+        parts=2,
+    ),
 ):
-    """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_diff_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 6)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_diff_ptr += origin
-    exp_avg_sq_ptr += origin
-    prev_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adan_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_diff_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                prev_grad_ptr + start + odd * TILE, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adan_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, True,
-        )
+    """adan: the tiles of one work item."""
+    walk(
+        table, work, adan_float32_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+        one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -170,52 +137,18 @@ def adan_bfloat16(
     scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
     one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
+        parts=2,
+    ),
 ):
-    """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_diff_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 6)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_diff_ptr += origin
-    exp_avg_sq_ptr += origin
-    prev_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adan_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_diff_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                prev_grad_ptr + start + odd * TILE, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adan_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, True,
-        )
+    """adan: the tiles of one work item."""
+    walk(
+        table, work, adan_bfloat16_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+        one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -266,52 +199,18 @@ def adan_float16(
     scalar_7: tl.float32, scalar_8: tl.float32, scalar_9: tl.float32,
     one_over_one_plus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
+        parts=2,
+    ),
 ):
-    """adan: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_diff_ptr = pointer(row + 3, tl.float32, ALIGNED)          # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    prev_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 6)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_diff_ptr += origin
-    exp_avg_sq_ptr += origin
-    prev_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            adan_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_diff_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                prev_grad_ptr + start + odd * TILE, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        adan_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-            one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, True,
-        )
+    """adan: the tiles of one work item."""
+    walk(
+        table, work, adan_float16_tile, SWEEP, (beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+        one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+        one_over_one_plus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

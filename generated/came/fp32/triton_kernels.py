@@ -25,7 +25,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def came_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g, at, live, MASKED)
+    return term(g, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -74,16 +75,16 @@ def came_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, at, False)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -93,22 +94,22 @@ def came_float32_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, live, True)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -135,7 +136,7 @@ def came_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_float32_1_tile(g_ptr, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
@@ -323,7 +324,7 @@ def came_float32_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
     one_over_sqrt_row_div_mul = g * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
-    return term(one_over_sqrt_row_div_mul, at, live, MASKED)
+    return term(one_over_sqrt_row_div_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -361,22 +362,22 @@ def came_float32_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
@@ -388,28 +389,28 @@ def came_float32_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
@@ -439,7 +440,7 @@ def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
@@ -565,7 +566,7 @@ def came_float32_10_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
-    return term(row_mul_3_fma, at, live, MASKED)
+    return term(row_mul_3_fma, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -612,28 +613,28 @@ def came_float32_10(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
@@ -647,7 +648,7 @@ def came_float32_10(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, True,
@@ -656,7 +657,7 @@ def came_float32_10(
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -665,7 +666,7 @@ def came_float32_10(
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -674,7 +675,7 @@ def came_float32_10(
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -716,7 +717,7 @@ def came_float32_10_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
             live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
@@ -1040,7 +1041,7 @@ def came_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1080,16 +1081,16 @@ def came_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -1099,22 +1100,22 @@ def came_bfloat16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -1141,7 +1142,7 @@ def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TI
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_bfloat16_1_tile(g_ptr, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
@@ -1157,7 +1158,7 @@ def came_bfloat16_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
     one_over_sqrt_row_div_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
-    return term(one_over_sqrt_row_div_mul, at, live, MASKED)
+    return term(one_over_sqrt_row_div_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1195,22 +1196,22 @@ def came_bfloat16_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
@@ -1222,28 +1223,28 @@ def came_bfloat16_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
@@ -1273,7 +1274,7 @@ def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TI
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
@@ -1298,7 +1299,7 @@ def came_bfloat16_10_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
-    return term(row_mul_3_fma, at, live, MASKED)
+    return term(row_mul_3_fma, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1345,28 +1346,28 @@ def came_bfloat16_10(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
@@ -1380,7 +1381,7 @@ def came_bfloat16_10(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, True,
@@ -1389,7 +1390,7 @@ def came_bfloat16_10(
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -1398,7 +1399,7 @@ def came_bfloat16_10(
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -1407,7 +1408,7 @@ def came_bfloat16_10(
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -1449,7 +1450,7 @@ def came_bfloat16_10_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
             live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
@@ -1603,7 +1604,7 @@ def came_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1643,16 +1644,16 @@ def came_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, at, False)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -1662,22 +1663,22 @@ def came_float16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, live, True)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -1704,7 +1705,7 @@ def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_float16_1_tile(g_ptr, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
@@ -1720,7 +1721,7 @@ def came_float16_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
     one_over_sqrt_row_div_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
-    return term(one_over_sqrt_row_div_mul, at, live, MASKED)
+    return term(one_over_sqrt_row_div_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1758,22 +1759,22 @@ def came_float16_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
@@ -1785,28 +1786,28 @@ def came_float16_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
@@ -1836,7 +1837,7 @@ def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
@@ -1861,7 +1862,7 @@ def came_float16_10_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
-    return term(row_mul_3_fma, at, live, MASKED)
+    return term(row_mul_3_fma, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1908,28 +1909,28 @@ def came_float16_10(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
@@ -1943,7 +1944,7 @@ def came_float16_10(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, True,
@@ -1952,7 +1953,7 @@ def came_float16_10(
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -1961,7 +1962,7 @@ def came_float16_10(
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -1970,7 +1971,7 @@ def came_float16_10(
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -2012,7 +2013,7 @@ def came_float16_10_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
             live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
@@ -2172,7 +2173,7 @@ def came_float32_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2180,43 +2181,13 @@ def came_float32_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (3, tl.float32)), parts=2, sums=(("square", (6,)),)),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = came_float32_no_factored_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = came_float32_no_factored_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float32_no_factored_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2276,46 +2247,16 @@ def came_float32_no_factored_3(
     lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            came_float32_no_factored_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        came_float32_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-            lr_times_beta1, one_minus_lr_times_weight_decay, True,
-        )
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float32_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+        lr_times_beta1, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2334,7 +2275,7 @@ def came_bfloat16_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2342,43 +2283,13 @@ def came_bfloat16_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (3, tl.float32)), parts=2, sums=(("square", (6,)),)),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = came_bfloat16_no_factored_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_bfloat16_no_factored_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2422,46 +2333,16 @@ def came_bfloat16_no_factored_3(
     lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            came_bfloat16_no_factored_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        came_bfloat16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-            lr_times_beta1, one_minus_lr_times_weight_decay, True,
-        )
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_bfloat16_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+        lr_times_beta1, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2480,7 +2361,7 @@ def came_float16_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2488,43 +2369,13 @@ def came_float16_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (3, tl.float32)), parts=2, sums=(("square", (6,)),)),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = came_float16_no_factored_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = came_float16_no_factored_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float16_no_factored_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2566,46 +2417,16 @@ def came_float16_no_factored_3(
     lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            came_float16_no_factored_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        came_float16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-            lr_times_beta1, one_minus_lr_times_weight_decay, True,
-        )
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float16_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+        lr_times_beta1, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -26,9 +26,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
+    reciprocal, rotl, rounded, term, widened, within,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def came_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g, at, live, MASKED)
+    return term(g, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -77,16 +78,16 @@ def came_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, at, False)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -96,22 +97,22 @@ def came_float32_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, live, True)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -138,7 +139,7 @@ def came_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_float32_1_tile(g_ptr, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
@@ -326,7 +327,7 @@ def came_float32_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
     one_over_sqrt_row_div_mul = g * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
-    return term(one_over_sqrt_row_div_mul, at, live, MASKED)
+    return term(one_over_sqrt_row_div_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -364,22 +365,22 @@ def came_float32_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
@@ -391,28 +392,28 @@ def came_float32_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
@@ -442,7 +443,7 @@ def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
@@ -593,7 +594,7 @@ def came_float32_10_tile(
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
-    return term(row_mul_3_fma, at, live, MASKED)
+    return term(row_mul_3_fma, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -650,7 +651,7 @@ def came_float32_10(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
             at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
@@ -658,7 +659,7 @@ def came_float32_10(
         )
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -667,7 +668,7 @@ def came_float32_10(
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -676,7 +677,7 @@ def came_float32_10(
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -693,7 +694,7 @@ def came_float32_10(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
@@ -704,7 +705,7 @@ def came_float32_10(
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
@@ -716,7 +717,7 @@ def came_float32_10(
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
@@ -728,7 +729,7 @@ def came_float32_10(
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
@@ -784,7 +785,7 @@ def came_float32_10_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_mul_3_mul_term = came_float32_10_tile(
+        row_mul_3_mul_term, = came_float32_10_tile(
             g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
             block, at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -1170,16 +1171,16 @@ def came_float32_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, at, False)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -1189,22 +1190,22 @@ def came_float32_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns, at, live, True)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 256, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 512, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        g_mul_term = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr + start * columns + 768, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -1231,7 +1232,7 @@ def came_float32_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_float32_1_tile(g_ptr, at, live, True)
+        g_mul_term, = came_float32_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
@@ -1318,22 +1319,22 @@ def came_float32_small_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
@@ -1345,28 +1346,28 @@ def came_float32_small_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
@@ -1396,7 +1397,7 @@ def came_float32_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_float32_6_tile(
+        row_sum_term, = came_float32_6_tile(
             g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
@@ -1456,7 +1457,7 @@ def came_float32_small_10_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
-    return term(row_mul_3_fma, at, live, MASKED)
+    return term(row_mul_3_fma, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1503,28 +1504,28 @@ def came_float32_small_10(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_mul_3_mul_term = came_float32_small_10_tile(
+        row_mul_3_mul_term, = came_float32_small_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term = came_float32_small_10_tile(
+        row_mul_3_mul_term, = came_float32_small_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term = came_float32_small_10_tile(
+        row_mul_3_mul_term, = came_float32_small_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term = came_float32_small_10_tile(
+        row_mul_3_mul_term, = came_float32_small_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
@@ -1538,7 +1539,7 @@ def came_float32_small_10(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_mul_3_mul_term = came_float32_small_10_tile(
+        row_mul_3_mul_term, = came_float32_small_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, True,
@@ -1547,7 +1548,7 @@ def came_float32_small_10(
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        row_mul_3_mul_term = came_float32_small_10_tile(
+        row_mul_3_mul_term, = came_float32_small_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -1556,7 +1557,7 @@ def came_float32_small_10(
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_mul_3_mul_term = came_float32_small_10_tile(
+        row_mul_3_mul_term, = came_float32_small_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -1565,7 +1566,7 @@ def came_float32_small_10(
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_mul_3_mul_term = came_float32_small_10_tile(
+        row_mul_3_mul_term, = came_float32_small_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -1607,7 +1608,7 @@ def came_float32_small_10_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_mul_3_mul_term = came_float32_small_10_tile(
+        row_mul_3_mul_term, = came_float32_small_10_tile(
             g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
             live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
@@ -1806,7 +1807,7 @@ def came_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1846,16 +1847,16 @@ def came_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -1865,22 +1866,22 @@ def came_bfloat16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -1907,7 +1908,7 @@ def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TI
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_bfloat16_1_tile(g_ptr, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
@@ -1971,7 +1972,7 @@ def came_bfloat16_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
     one_over_sqrt_row_div_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
-    return term(one_over_sqrt_row_div_mul, at, live, MASKED)
+    return term(one_over_sqrt_row_div_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2009,22 +2010,22 @@ def came_bfloat16_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
@@ -2036,28 +2037,28 @@ def came_bfloat16_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
@@ -2087,7 +2088,7 @@ def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TI
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
@@ -2172,7 +2173,7 @@ def came_bfloat16_10_tile(
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
-    return term(row_mul_3_fma, at, live, MASKED)
+    return term(row_mul_3_fma, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2229,7 +2230,7 @@ def came_bfloat16_10(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
             at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
@@ -2237,7 +2238,7 @@ def came_bfloat16_10(
         )
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -2246,7 +2247,7 @@ def came_bfloat16_10(
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -2255,7 +2256,7 @@ def came_bfloat16_10(
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -2272,7 +2273,7 @@ def came_bfloat16_10(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
@@ -2283,7 +2284,7 @@ def came_bfloat16_10(
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
@@ -2295,7 +2296,7 @@ def came_bfloat16_10(
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
@@ -2307,7 +2308,7 @@ def came_bfloat16_10(
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
@@ -2363,7 +2364,7 @@ def came_bfloat16_10_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_mul_3_mul_term = came_bfloat16_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_10_tile(
             g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
             block, at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -2662,16 +2663,16 @@ def came_bfloat16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -2681,22 +2682,22 @@ def came_bfloat16_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 256, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 512, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr + start * columns + 768, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -2723,7 +2724,7 @@ def came_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constex
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_bfloat16_1_tile(g_ptr, at, live, True)
+        g_mul_term, = came_bfloat16_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
@@ -2762,22 +2763,22 @@ def came_bfloat16_small_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
@@ -2789,28 +2790,28 @@ def came_bfloat16_small_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
@@ -2840,7 +2841,7 @@ def came_bfloat16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constex
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_bfloat16_6_tile(
+        row_sum_term, = came_bfloat16_6_tile(
             g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
@@ -2865,7 +2866,7 @@ def came_bfloat16_small_10_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
-    return term(row_mul_3_fma, at, live, MASKED)
+    return term(row_mul_3_fma, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2912,28 +2913,28 @@ def came_bfloat16_small_10(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
@@ -2947,7 +2948,7 @@ def came_bfloat16_small_10(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, True,
@@ -2956,7 +2957,7 @@ def came_bfloat16_small_10(
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -2965,7 +2966,7 @@ def came_bfloat16_small_10(
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -2974,7 +2975,7 @@ def came_bfloat16_small_10(
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -3016,7 +3017,7 @@ def came_bfloat16_small_10_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_mul_3_mul_term = came_bfloat16_small_10_tile(
+        row_mul_3_mul_term, = came_bfloat16_small_10_tile(
             g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
             live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
@@ -3211,7 +3212,7 @@ def came_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3251,16 +3252,16 @@ def came_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, at, False)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -3270,22 +3271,22 @@ def came_float16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, live, True)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -3312,7 +3313,7 @@ def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_float16_1_tile(g_ptr, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
@@ -3328,7 +3329,7 @@ def came_float16_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
     one_over_sqrt_row_div_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
-    return term(one_over_sqrt_row_div_mul, at, live, MASKED)
+    return term(one_over_sqrt_row_div_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3366,22 +3367,22 @@ def came_float16_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
@@ -3393,28 +3394,28 @@ def came_float16_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
@@ -3444,7 +3445,7 @@ def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
@@ -3494,7 +3495,7 @@ def came_float16_10_tile(
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(exp_avg_codes_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
-    return term(row_mul_3_fma, at, live, MASKED)
+    return term(row_mul_3_fma, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3551,7 +3552,7 @@ def came_float16_10(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, at, at_block,
             at_row, lane, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
@@ -3559,7 +3560,7 @@ def came_float16_10(
         )
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -3568,7 +3569,7 @@ def came_float16_10(
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -3577,7 +3578,7 @@ def came_float16_10(
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -3594,7 +3595,7 @@ def came_float16_10(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns, exp_avg_codes_ptr + start * columns, exp_avg_scale_ptr + start * blocks,
             one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr + start, at, at_block, at_row, lane, live, live_block,
             live_row, live_col, before + (start + at_row) * padded | lane & 7, beta1, grad_scale,
@@ -3605,7 +3606,7 @@ def came_float16_10(
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 256, exp_avg_codes_ptr + start * columns + 256,
             exp_avg_scale_ptr + start * blocks + 4, one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
@@ -3617,7 +3618,7 @@ def came_float16_10(
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 512, exp_avg_codes_ptr + start * columns + 512,
             exp_avg_scale_ptr + start * blocks + 8, one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
@@ -3629,7 +3630,7 @@ def came_float16_10(
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr + start * columns + 768, exp_avg_codes_ptr + start * columns + 768,
             exp_avg_scale_ptr + start * blocks + 12, one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start,
             at, at_block, at_row, lane, live, live_block, live_row, live_col,
@@ -3685,7 +3686,7 @@ def came_float16_10_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_mul_3_mul_term = came_float16_10_tile(
+        row_mul_3_mul_term, = came_float16_10_tile(
             g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at,
             block, at_row, at_col, live, live_block, live, live, number, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, step_key, stream_key, True,
@@ -3952,16 +3953,16 @@ def came_float16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, at, False)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, at, False)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -3971,22 +3972,22 @@ def came_float16_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns, at, live, True)
         g_mul_term_0 = g_mul_term * g_mul_term
         g_mul_terms_0 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 256, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_1 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 512, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_2 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        g_mul_term = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr + start * columns + 768, at, live, True)
         g_mul_term_0 = tl.fma(g_mul_term, g_mul_term, g_mul_term_0)
         g_mul_terms_3 = tl.fma(g_mul_term, g_mul_term, g_mul_terms_3)
         which = start + tl.arange(0, ROWS)
@@ -4013,7 +4014,7 @@ def came_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_float16_1_tile(g_ptr, at, live, True)
+        g_mul_term, = came_float16_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term * g_mul_term, live, True)
 
 
@@ -4052,22 +4053,22 @@ def came_float16_small_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, at, at_row, lane, False,
         )
@@ -4079,28 +4080,28 @@ def came_float16_small_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr + start, at,
             at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 256, one_over_sqrt_exp_avg_sq_col_2_ptr + 256,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 512, one_over_sqrt_exp_avg_sq_col_2_ptr + 512,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr + start * columns + 768, one_over_sqrt_exp_avg_sq_col_2_ptr + 768,
             one_over_sqrt_row_div_ptr + start, at, at_row, lane, live, live_row, live_col, True,
         )
@@ -4130,7 +4131,7 @@ def came_float16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_float16_6_tile(
+        row_sum_term, = came_float16_6_tile(
             g_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, one_over_sqrt_row_div_ptr, at, at_row, at_col, live, live,
             live, True,
         )
@@ -4155,7 +4156,7 @@ def came_float16_small_10_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
-    return term(row_mul_3_fma, at, live, MASKED)
+    return term(row_mul_3_fma, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4202,28 +4203,28 @@ def came_float16_small_10(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_mul_3_mul_term = came_float16_small_10_tile(
+        row_mul_3_mul_term, = came_float16_small_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = row_mul_3_mul_term * row_mul_3_mul_term
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
-        row_mul_3_mul_term = came_float16_small_10_tile(
+        row_mul_3_mul_term, = came_float16_small_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
-        row_mul_3_mul_term = came_float16_small_10_tile(
+        row_mul_3_mul_term, = came_float16_small_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         row_mul_3_mul_term_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_term_0)
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
-        row_mul_3_mul_term = came_float16_small_10_tile(
+        row_mul_3_mul_term, = came_float16_small_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, at, at_row, lane,
             beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
@@ -4237,7 +4238,7 @@ def came_float16_small_10(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_mul_3_mul_term = came_float16_small_10_tile(
+        row_mul_3_mul_term, = came_float16_small_10_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_exp_avg_sq_col_2_ptr,
             row_mul_3_ptr + start, at, at_row, lane, live, live_row, live_col, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, True,
@@ -4246,7 +4247,7 @@ def came_float16_small_10(
         row_mul_3_mul_terms_0 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_0)
         live_col = lane < width - 256
         live = live_row & live_col
-        row_mul_3_mul_term = came_float16_small_10_tile(
+        row_mul_3_mul_term, = came_float16_small_10_tile(
             g_ptr + start * columns + 256, exp_avg_ptr + start * columns + 256,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 256, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -4255,7 +4256,7 @@ def came_float16_small_10(
         row_mul_3_mul_terms_1 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_1)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_mul_3_mul_term = came_float16_small_10_tile(
+        row_mul_3_mul_term, = came_float16_small_10_tile(
             g_ptr + start * columns + 512, exp_avg_ptr + start * columns + 512,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 512, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -4264,7 +4265,7 @@ def came_float16_small_10(
         row_mul_3_mul_terms_2 = tl.fma(row_mul_3_mul_term, row_mul_3_mul_term, row_mul_3_mul_terms_2)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_mul_3_mul_term = came_float16_small_10_tile(
+        row_mul_3_mul_term, = came_float16_small_10_tile(
             g_ptr + start * columns + 768, exp_avg_ptr + start * columns + 768,
             one_over_sqrt_exp_avg_sq_col_2_ptr + 768, row_mul_3_ptr + start, at, at_row, lane, live, live_row,
             live_col, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
@@ -4306,7 +4307,7 @@ def came_float16_small_10_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_mul_3_mul_term = came_float16_small_10_tile(
+        row_mul_3_mul_term, = came_float16_small_10_tile(
             g_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, row_mul_3_ptr, at, at_row, at_col, live, live,
             live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
@@ -4535,7 +4536,7 @@ def came_float32_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4543,70 +4544,15 @@ def came_float32_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((1, None), (4, tl.uint8), (5, tl.int16, "block")), block=64, parts=2, sums=(("square", (8,)),),
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            tensor_sum_term = came_float32_no_factored_1_tile(
-                g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term = came_float32_no_factored_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, eps1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term = came_float32_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float32_no_factored_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4715,85 +4661,18 @@ def came_float32_no_factored_3(
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (7, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_over_one_max_tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            came_float32_no_factored_3_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                came_float32_no_factored_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_one_max_tensor_div_ptr, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            came_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
-                one_over_one_max_tensor_div_ptr, few, few_blocks, live, live_block, numbered(before + start, few), eps1,
-                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float32_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4811,7 +4690,7 @@ def came_float32_no_factored_small_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4819,43 +4698,13 @@ def came_float32_no_factored_small_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (3, tl.float32)), parts=2, sums=(("square", (6,)),)),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = came_float32_no_factored_small_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = came_float32_no_factored_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float32_no_factored_small_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4915,46 +4764,17 @@ def came_float32_no_factored_small_3(
     lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            came_float32_no_factored_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        came_float32_no_factored_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-            lr_times_beta1, one_minus_lr_times_weight_decay, True,
-        )
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float32_no_factored_small_3_tile, SWEEP, (eps1, beta1, beta2,
+        grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+        lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4983,7 +4803,7 @@ def came_bfloat16_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4991,70 +4811,15 @@ def came_bfloat16_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((1, None), (5, tl.uint8), (6, tl.int16, "block")), block=64, parts=2, sums=(("square", (9,)),),
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, eps1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_bfloat16_no_factored_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -5171,88 +4936,18 @@ def came_bfloat16_no_factored_3(
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (8, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_over_one_max_tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            came_bfloat16_no_factored_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1,
-                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                came_bfloat16_no_factored_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            came_bfloat16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), eps1, beta1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
-            )
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_bfloat16_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -5271,7 +4966,7 @@ def came_bfloat16_no_factored_small_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5279,43 +4974,13 @@ def came_bfloat16_no_factored_small_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (4, tl.float32)), parts=2, sums=(("square", (7,)),)),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = came_bfloat16_no_factored_small_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = came_bfloat16_no_factored_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_bfloat16_no_factored_small_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -5390,70 +5055,18 @@ def came_bfloat16_no_factored_small_3(
     lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (6, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            came_bfloat16_no_factored_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, where, live,
-                number, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-                one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                came_bfloat16_no_factored_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
-                    at, at, numbered(before + start + odd * TILE, at), eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-                    lr_times_beta1, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            came_bfloat16_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, few, live, numbered(before + start, few), eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
-                stream_key, True,
-            )
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_bfloat16_no_factored_small_3_tile, SWEEP, (eps1, beta1, beta2,
+        grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+        lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -5482,7 +5095,7 @@ def came_float16_no_factored_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5490,70 +5103,15 @@ def came_float16_no_factored_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((1, None), (5, tl.uint8), (6, tl.int16, "block")), block=64, parts=2, sums=(("square", (9,)),),
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            tensor_sum_term = came_float16_no_factored_1_tile(
-                g_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term = came_float16_no_factored_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, eps1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term = came_float16_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float16_no_factored_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -5666,88 +5224,18 @@ def came_float16_no_factored_3(
     one_minus_beta1_times_grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (8, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_over_one_max_tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            came_float16_no_factored_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, one_over_one_max_tensor_div_ptr, where, block, live, live_block, number, eps1,
-                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                came_float16_no_factored_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            came_float16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), eps1, beta1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
-            )
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float16_no_factored_3_tile, SWEEP, (eps1, beta1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -5766,7 +5254,7 @@ def came_float16_no_factored_small_1_tile(
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
     g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul, at, live, MASKED)
+    return term(g_mul, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -5774,43 +5262,13 @@ def came_float16_no_factored_small_1(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (4, tl.float32)), parts=2, sums=(("square", (7,)),)),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = came_float16_no_factored_small_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = came_float16_no_factored_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-            one_minus_beta2, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float16_no_factored_small_1_tile, SWEEP, (eps1, beta2, grad_scale_times_grad_scale,
+        one_minus_beta2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -5881,70 +5339,18 @@ def came_float16_no_factored_small_3(
     lr_times_beta1: tl.float32, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (6, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """came: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            came_float16_no_factored_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_over_one_max_tensor_div_ptr, where, live,
-                number, eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-                one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                came_float16_no_factored_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
-                    at, at, numbered(before + start + odd * TILE, at), eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-                    lr_times_beta1, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            came_float16_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, few, live, numbered(before + start, few), eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
-                stream_key, True,
-            )
+    """came: the tiles of one work item."""
+    walk(
+        table, work, came_float16_no_factored_small_3_tile, SWEEP, (eps1, beta1, beta2,
+        grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+        lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

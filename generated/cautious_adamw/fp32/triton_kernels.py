@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, sign, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, sign, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def cautious_adamw_float32_1_tile(
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -45,42 +46,13 @@ def cautious_adamw_float32_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (2, tl.float32)), parts=2, sums=(("sum", (6,)),)),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_adamw_float32_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_adamw_float32_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float32_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -152,44 +124,16 @@ def cautious_adamw_float32_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            cautious_adamw_float32_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        cautious_adamw_float32_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
-            beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            scalar_3, scalar_4, True,
-        )
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float32_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -208,7 +152,7 @@ def cautious_adamw_bfloat16_1_tile(
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -216,42 +160,13 @@ def cautious_adamw_bfloat16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (2, tl.float32)), parts=2, sums=(("sum", (6,)),)),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_adamw_bfloat16_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_bfloat16_1_tile, SWEEP, (beta1, grad_scale,
+        one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -294,44 +209,16 @@ def cautious_adamw_bfloat16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            cautious_adamw_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        cautious_adamw_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
-            beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            scalar_3, scalar_4, True,
-        )
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_bfloat16_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -350,7 +237,7 @@ def cautious_adamw_float16_1_tile(
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -358,42 +245,13 @@ def cautious_adamw_float16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (2, tl.float32)), parts=2, sums=(("sum", (6,)),)),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_adamw_float16_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float16_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -434,44 +292,16 @@ def cautious_adamw_float16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            cautious_adamw_float16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        cautious_adamw_float16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
-            beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            scalar_3, scalar_4, True,
-        )
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float16_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, sign, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
+    reciprocal, rotl, rounded, sign, term, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def cautious_adamw_float32_1_tile(
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -68,76 +69,16 @@ def cautious_adamw_float32_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8), (5, tl.int16, "block")),
+        block=64, parts=2, sums=(("sum", (8,)),),
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    agrees_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    agrees_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            agrees_term = cautious_adamw_float32_1_tile(
-                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block,
-                live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                agrees_term = cautious_adamw_float32_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
-                    one_minus_beta1_times_grad_scale, False,
-                )
-                agrees_terms = agrees_terms + agrees_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            agrees_term = cautious_adamw_float32_1_tile(
-                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float32_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -266,84 +207,18 @@ def cautious_adamw_float32_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (7, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    tensor_div_ptr = pointer(row + 7, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            cautious_adamw_float32_3_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                tensor_div_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_adamw_float32_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            cautious_adamw_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few,
-                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float32_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -361,7 +236,7 @@ def cautious_adamw_float32_small_1_tile(
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g_2), 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -369,42 +244,13 @@ def cautious_adamw_float32_small_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (2, tl.float32)), parts=2, sums=(("sum", (6,)),)),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_adamw_float32_small_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_adamw_float32_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float32_small_1_tile, SWEEP, (beta1, grad_scale,
+        one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -460,44 +306,16 @@ def cautious_adamw_float32_small_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            cautious_adamw_float32_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        cautious_adamw_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
-            beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            scalar_3, scalar_4, True,
-        )
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float32_small_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -533,7 +351,7 @@ def cautious_adamw_bfloat16_1_tile(
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -541,76 +359,16 @@ def cautious_adamw_bfloat16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8), (6, tl.int16, "block")),
+        block=64, parts=2, sums=(("sum", (9,)),),
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    agrees_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    agrees_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            agrees_term = cautious_adamw_bfloat16_1_tile(
-                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block,
-                live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                agrees_term = cautious_adamw_bfloat16_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
-                    one_minus_beta1_times_grad_scale, False,
-                )
-                agrees_terms = agrees_terms + agrees_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            agrees_term = cautious_adamw_bfloat16_1_tile(
-                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_bfloat16_1_tile, SWEEP, (beta1, grad_scale,
+        one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -730,87 +488,18 @@ def cautious_adamw_bfloat16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (8, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            cautious_adamw_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, tensor_div_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_adamw_bfloat16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            cautious_adamw_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_bfloat16_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -829,7 +518,7 @@ def cautious_adamw_bfloat16_small_1_tile(
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -837,42 +526,13 @@ def cautious_adamw_bfloat16_small_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (3, tl.float32)), parts=2, sums=(("sum", (7,)),)),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_adamw_bfloat16_small_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_adamw_bfloat16_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_bfloat16_small_1_tile, SWEEP, (beta1, grad_scale,
+        one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -943,67 +603,17 @@ def cautious_adamw_bfloat16_small_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (6, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            cautious_adamw_bfloat16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, where, live, number, beta1,
-                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_adamw_bfloat16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            cautious_adamw_bfloat16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_div_ptr, few, live, numbered(before + start, few), beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_bfloat16_small_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1039,7 +649,7 @@ def cautious_adamw_float16_1_tile(
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1047,76 +657,16 @@ def cautious_adamw_float16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8), (6, tl.int16, "block")),
+        block=64, parts=2, sums=(("sum", (9,)),),
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    agrees_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    agrees_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            agrees_term = cautious_adamw_float16_1_tile(
-                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where, block,
-                live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                agrees_term = cautious_adamw_float16_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
-                    one_minus_beta1_times_grad_scale, False,
-                )
-                agrees_terms = agrees_terms + agrees_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            agrees_term = cautious_adamw_float16_1_tile(
-                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float16_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1235,87 +785,18 @@ def cautious_adamw_float16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (8, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    tensor_div_ptr = pointer(row + 8, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            cautious_adamw_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, tensor_div_ptr, where, block, live, live_block, number, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_adamw_float16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            cautious_adamw_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float16_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1334,7 +815,7 @@ def cautious_adamw_float16_small_1_tile(
     # 23  agrees = where(sign(exp_avg) * sign(g) > 0, 1.0, 0.0)
     agrees = tl.where(0.0 < sign(exp_avg) * sign(g), 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1342,42 +823,13 @@ def cautious_adamw_float16_small_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (3, tl.float32)), parts=2, sums=(("sum", (7,)),)),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_adamw_float16_small_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_adamw_float16_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float16_small_1_tile, SWEEP, (beta1, grad_scale,
+        one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1447,67 +899,17 @@ def cautious_adamw_float16_small_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (6, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """cautious_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            cautious_adamw_float16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, tensor_div_ptr, where, live, number, beta1,
-                beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_adamw_float16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            cautious_adamw_float16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_div_ptr, few, live, numbered(before + start, few), beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+    """cautious_adamw: the tiles of one work item."""
+    walk(
+        table, work, cautious_adamw_float16_small_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -17,7 +17,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, sign, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, sign, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def cautious_lion_float32_1_tile(
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg))
     agrees = tl.where(0.0 < update * sign(g_2), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -42,42 +43,13 @@ def cautious_lion_float32_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (2, tl.float32)), parts=2, sums=(("sum", (5,)),)),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 9)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_lion_float32_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_lion_float32_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float32_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -147,42 +119,16 @@ def cautious_lion_float32_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        18, 9, ((0, tl.float32), (1, None), (2, tl.float32), (4, tl.float32, "one")), parts=2,
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            cautious_lion_float32_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, tensor_div_ptr,
-                at, at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        cautious_lion_float32_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            True,
-        )
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float32_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -200,7 +146,7 @@ def cautious_lion_bfloat16_1_tile(
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg))
     agrees = tl.where(0.0 < update * sign(g), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -208,42 +154,13 @@ def cautious_lion_bfloat16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (2, tl.float32)), parts=2, sums=(("sum", (5,)),)),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 9)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_lion_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_lion_bfloat16_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_bfloat16_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -283,42 +200,16 @@ def cautious_lion_bfloat16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        18, 9, ((0, tl.bfloat16), (1, None), (2, tl.float32), (4, tl.float32, "one")), parts=2,
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            cautious_lion_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, tensor_div_ptr,
-                at, at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        cautious_lion_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            True,
-        )
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_bfloat16_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -336,7 +227,7 @@ def cautious_lion_float16_1_tile(
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg))
     agrees = tl.where(0.0 < update * sign(g), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -344,42 +235,13 @@ def cautious_lion_float16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (2, tl.float32)), parts=2, sums=(("sum", (5,)),)),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 9)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_lion_float16_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_lion_float16_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float16_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -417,42 +279,16 @@ def cautious_lion_float16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        18, 9, ((0, tl.float16), (1, None), (2, tl.float32), (4, tl.float32, "one")), parts=2,
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            cautious_lion_float16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, tensor_div_ptr,
-                at, at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        cautious_lion_float16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            True,
-        )
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float16_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

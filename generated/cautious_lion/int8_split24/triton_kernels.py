@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, minus, numbered, opaque, pointer, put, reciprocal,
-    rotl, rounded, sign, term, widened,
+    apart, block_magnitude, byte, counter, get, joined, minus, pointer, put, reciprocal, rotl, rounded, sign,
+    term, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def cautious_lion_float32_1_tile(
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))))
     agrees = tl.where(0.0 < update * sign(g_2), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -53,70 +54,15 @@ def cautious_lion_float32_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, parts=2, sums=(("sum", (6,)),),
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    agrees_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    agrees_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            agrees_term = cautious_lion_float32_1_tile(
-                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                agrees_term = cautious_lion_float32_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
-                    one_minus_beta1_times_grad_scale, False,
-                )
-                agrees_terms = agrees_terms + agrees_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            agrees_term = cautious_lion_float32_1_tile(
-                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float32_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -210,77 +156,17 @@ def cautious_lion_float32_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (5, tl.float32, "one")),
+        block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    stream_key = tl.load(row + 12).to(tl.int32)
-    pace = (tl.load(row + 15) + 63) // 64 * 64
-    begin = tl.load(row + 13) * pace + tl.load(row + 14) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            cautious_lion_float32_3_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, tensor_div_ptr, where, block, live, live_block,
-                number, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_lion_float32_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            cautious_lion_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                tensor_div_ptr, few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-            )
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float32_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -297,7 +183,7 @@ def cautious_lion_float32_small_1_tile(
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg))
     agrees = tl.where(0.0 < update * sign(g_2), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -305,42 +191,13 @@ def cautious_lion_float32_small_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (2, tl.float32)), parts=2, sums=(("sum", (5,)),)),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 9)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_lion_float32_small_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_lion_float32_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float32_small_1_tile, SWEEP, (beta1, grad_scale,
+        one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -394,42 +251,16 @@ def cautious_lion_float32_small_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        18, 9, ((0, tl.float32), (1, None), (2, tl.float32), (4, tl.float32, "one")), parts=2,
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            cautious_lion_float32_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, tensor_div_ptr,
-                at, at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        cautious_lion_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            True,
-        )
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float32_small_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -455,7 +286,7 @@ def cautious_lion_bfloat16_1_tile(
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))))
     agrees = tl.where(0.0 < update * sign(g), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -463,70 +294,15 @@ def cautious_lion_bfloat16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((1, None), (3, tl.uint8), (4, tl.int16, "block")), block=64, parts=2, sums=(("sum", (7,)),),
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    agrees_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    agrees_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            agrees_term = cautious_lion_bfloat16_1_tile(
-                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                agrees_term = cautious_lion_bfloat16_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
-                    one_minus_beta1_times_grad_scale, False,
-                )
-                agrees_terms = agrees_terms + agrees_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            agrees_term = cautious_lion_bfloat16_1_tile(
-                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_bfloat16_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -612,80 +388,17 @@ def cautious_lion_bfloat16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (6, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = (tl.load(row + 16) + 63) // 64 * 64
-    begin = tl.load(row + 14) * pace + tl.load(row + 15) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            cautious_lion_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, tensor_div_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_lion_bfloat16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            cautious_lion_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-            )
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_bfloat16_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -703,7 +416,7 @@ def cautious_lion_bfloat16_small_1_tile(
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg))
     agrees = tl.where(0.0 < update * sign(g), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -711,42 +424,13 @@ def cautious_lion_bfloat16_small_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (3, tl.float32)), parts=2, sums=(("sum", (6,)),)),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_lion_bfloat16_small_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_lion_bfloat16_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_bfloat16_small_1_tile, SWEEP, (beta1, grad_scale,
+        one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -797,64 +481,17 @@ def cautious_lion_bfloat16_small_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 10)
-    stream_key = tl.load(row + 12).to(tl.int32)
-    pace = tl.load(row + 15)
-    begin = tl.load(row + 13) * pace + tl.load(row + 14)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 11)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            cautious_lion_bfloat16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, tensor_div_ptr, where, live, number, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_lion_bfloat16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at, numbered(before + start + odd * TILE, at),
-                    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            cautious_lion_bfloat16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-            )
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_bfloat16_small_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -880,7 +517,7 @@ def cautious_lion_float16_1_tile(
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend))))
     agrees = tl.where(0.0 < update * sign(g), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -888,70 +525,15 @@ def cautious_lion_float16_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((1, None), (3, tl.uint8), (4, tl.int16, "block")), block=64, parts=2, sums=(("sum", (7,)),),
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    agrees_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    agrees_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            agrees_term = cautious_lion_float16_1_tile(
-                g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                agrees_term = cautious_lion_float16_1_tile(
-                    g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
-                    one_minus_beta1_times_grad_scale, False,
-                )
-                agrees_terms = agrees_terms + agrees_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            agrees_term = cautious_lion_float16_1_tile(
-                g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float16_1_tile, SWEEP, (beta1, grad_scale, one_minus_beta1_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1036,80 +618,17 @@ def cautious_lion_float16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (6, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    tensor_div_ptr = pointer(row + 6, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = (tl.load(row + 16) + 63) // 64 * 64
-    begin = tl.load(row + 14) * pace + tl.load(row + 15) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            cautious_lion_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, tensor_div_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_lion_float16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            cautious_lion_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-            )
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float16_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1127,7 +646,7 @@ def cautious_lion_float16_small_1_tile(
     update = sign(tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg))
     agrees = tl.where(0.0 < update * sign(g), 1.0, 0.0)  # 20  agrees = where(update * sign(g) > 0, 1.0, 0.0)
     # -- encode and store
-    return term(agrees, at, live, MASKED)
+    return term(agrees, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1135,42 +654,13 @@ def cautious_lion_float16_small_1(
     table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None), (3, tl.float32)), parts=2, sums=(("sum", (6,)),)),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            agrees_term = cautious_lion_float16_small_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
-            )
-            agrees_terms = agrees_terms + agrees_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        agrees_term = cautious_lion_float16_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-        )
-        agrees_terms_apart = agrees_terms_apart + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float16_small_1_tile, SWEEP, (beta1, grad_scale,
+        one_minus_beta1_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1237,64 +727,17 @@ def cautious_lion_float16_small_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
     one_minus_beta2_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (5, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """cautious_lion: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 10)
-    stream_key = tl.load(row + 12).to(tl.int32)
-    pace = tl.load(row + 15)
-    begin = tl.load(row + 13) * pace + tl.load(row + 14)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 11)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            cautious_lion_float16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, tensor_div_ptr, where, live, number, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                cautious_lion_float16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at, numbered(before + start + odd * TILE, at),
-                    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            cautious_lion_float16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-            )
+    """cautious_lion: the tiles of one work item."""
+    walk(
+        table, work, cautious_lion_float16_small_3_tile, SWEEP, (beta1, beta2, grad_scale,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

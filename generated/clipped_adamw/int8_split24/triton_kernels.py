@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
+    reciprocal, rotl, rounded, term, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -41,39 +42,13 @@ def clipped_adamw_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, M
 def clipped_adamw_float32_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(22, 13, ((1, None),), parts=2, sums=(("product", (9,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float32_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -224,122 +199,31 @@ def clipped_adamw_float32_4(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (8, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_float32_4_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                model_min_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float32_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            clipped_adamw_float32_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, model_min_ptr, few,
-                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float32_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None),), parts=2, sums=(("product", (7,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float32_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -406,45 +290,16 @@ def clipped_adamw_float32_small_4(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            clipped_adamw_float32_small_4_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        clipped_adamw_float32_small_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
-        )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float32_small_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -461,39 +316,13 @@ def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, 
 def clipped_adamw_bfloat16_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(23, 14, ((1, None),), parts=2, sums=(("product", (10,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 14)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_bfloat16_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -621,126 +450,31 @@ def clipped_adamw_bfloat16_4(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        23, 14, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (9, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_bfloat16_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_bfloat16_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            clipped_adamw_bfloat16_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_bfloat16_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(21, 12, ((1, None),), parts=2, sums=(("product", (8,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_bfloat16_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -825,68 +559,17 @@ def clipped_adamw_bfloat16_small_4(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            clipped_adamw_bfloat16_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, where, live, number, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_bfloat16_small_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            clipped_adamw_bfloat16_small_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_bfloat16_small_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -903,39 +586,13 @@ def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, M
 def clipped_adamw_float16_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(23, 14, ((1, None),), parts=2, sums=(("product", (10,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 14)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float16_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1051,126 +708,31 @@ def clipped_adamw_float16_4(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        23, 14, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (9, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_float16_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float16_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            clipped_adamw_float16_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float16_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(21, 12, ((1, None),), parts=2, sums=(("product", (8,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float16_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1239,107 +801,30 @@ def clipped_adamw_float16_small_4(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            clipped_adamw_float16_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, where, live, number, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float16_small_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            clipped_adamw_float16_small_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float16_small_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(24, 15, ((1, None),), parts=2, sums=(("product", (11,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float32_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1491,129 +976,31 @@ def clipped_adamw_float32_amsgrad_4(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        24, 15, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (10, tl.float32, "one")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)    # uint8 [n]  read and written
-    max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_float32_amsgrad_4_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block,
-                number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin
-        max_exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float32_amsgrad_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_codes_ptr + start + odd * TILE,
-                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            clipped_adamw_float32_amsgrad_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
-                max_exp_avg_sq_codes_ptr + start, max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, model_min_ptr,
-                few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float32_amsgrad_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float32_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(21, 12, ((1, None),), parts=2, sums=(("product", (8,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float32_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1654,87 +1041,31 @@ def clipped_adamw_float32_amsgrad_small_4(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (7, tl.float32, "one")), parts=2,
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 12)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    max_exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            clipped_adamw_float32_amsgrad_small_4_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        clipped_adamw_float32_amsgrad_small_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_5, scalar_6, True,
-        )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float32_amsgrad_small_4_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(25, 16, ((1, None),), parts=2, sums=(("product", (12,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 16)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_bfloat16_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1893,132 +1224,31 @@ def clipped_adamw_bfloat16_amsgrad_4(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        25, 16, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (7, tl.uint8), (8, tl.int16, "block"), (11, tl.float32, "one")),
+        block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
-    max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    stream_key = tl.load(row + 18).to(tl.int32)
-    pace = (tl.load(row + 21) + 63) // 64 * 64
-    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_bfloat16_amsgrad_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block,
-                live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin
-        max_exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_bfloat16_amsgrad_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
-                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            clipped_adamw_bfloat16_amsgrad_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
-                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_bfloat16_amsgrad_4_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_bfloat16_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(22, 13, ((1, None),), parts=2, sums=(("product", (9,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_bfloat16_1_tile, SWEEP, (grad_scale_times_grad_scale,),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2075,110 +1305,31 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
+        (8, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
-    model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            clipped_adamw_bfloat16_amsgrad_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, where,
-                live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        max_exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_bfloat16_amsgrad_small_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            clipped_adamw_bfloat16_amsgrad_small_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, few, live, numbered(before + start, few), beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_bfloat16_amsgrad_small_4_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(25, 16, ((1, None),), parts=2, sums=(("product", (12,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 16)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float16_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2321,132 +1472,31 @@ def clipped_adamw_float16_amsgrad_4(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     scalar_4: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        25, 16, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (7, tl.uint8), (8, tl.int16, "block"), (11, tl.float32, "one")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    max_exp_avg_sq_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)    # uint8 [n]  read and written
-    max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
-    numel = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    stream_key = tl.load(row + 18).to(tl.int32)
-    pace = (tl.load(row + 21) + 63) // 64 * 64
-    begin = tl.load(row + 19) * pace + tl.load(row + 20) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            clipped_adamw_float16_amsgrad_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, max_exp_avg_sq_codes_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block,
-                live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        max_exp_avg_sq_codes_ptr += origin
-        max_exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float16_amsgrad_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    max_exp_avg_sq_codes_ptr + start + odd * TILE,
-                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            clipped_adamw_float16_amsgrad_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_codes_ptr + start,
-                max_exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float16_amsgrad_4_tile, SWEEP, (beta1, beta2, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def clipped_adamw_float16_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(22, 13, ((1, None),), parts=2, sums=(("product", (9,)),)),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float16_1_tile, SWEEP, (grad_scale_times_grad_scale,), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2519,71 +1569,18 @@ def clipped_adamw_float16_amsgrad_small_4(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
+        (8, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
-    model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            clipped_adamw_float16_amsgrad_small_4_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, where,
-                live, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        max_exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                clipped_adamw_float16_amsgrad_small_4_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            clipped_adamw_float16_amsgrad_small_4_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, few, live, numbered(before + start, few), beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
-            )
+    """clipped_adamw: the tiles of one work item."""
+    walk(
+        table, work, clipped_adamw_float16_amsgrad_small_4_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+        lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -25,7 +25,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -119,63 +120,17 @@ def dadapt_adam_float32_2(
     keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (9, tl.float32, "one"), (8, tl.float32, "one"), (7, tl.float32, "one")), parts=2,
+        sums=(("sum", (14,)), ("sum", (15,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-            one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
-            keep3, scalar_5, scalar_6, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float32_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -323,63 +278,17 @@ def dadapt_adam_bfloat16_2(
     keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (9, tl.float32, "one"), (8, tl.float32, "one"), (7, tl.float32, "one")), parts=2,
+        sums=(("sum", (14,)), ("sum", (15,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-            one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
-            keep3, scalar_5, scalar_6, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_bfloat16_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -425,63 +334,17 @@ def dadapt_adam_float16_2(
     keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (9, tl.float32, "one"), (8, tl.float32, "one"), (7, tl.float32, "one")), parts=2,
+        sums=(("sum", (14,)), ("sum", (15,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-            one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
-            keep3, scalar_5, scalar_6, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float16_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -575,63 +438,17 @@ def dadapt_adam_float32_use_bias_correction_2(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (9, tl.float32, "one"), (8, tl.float32, "one"), (7, tl.float32, "one")), parts=2,
+        sums=(("sum", (14,)), ("sum", (15,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-            one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float32_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1,
+        gain2, keep2, keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -679,63 +496,17 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (9, tl.float32, "one"), (8, tl.float32, "one"), (7, tl.float32, "one")), parts=2,
+        sums=(("sum", (14,)), ("sum", (15,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-            one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_bfloat16_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1,
+        gain2, keep2, keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -781,63 +552,17 @@ def dadapt_adam_float16_use_bias_correction_2(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (9, tl.float32, "one"), (8, tl.float32, "one"), (7, tl.float32, "one")), parts=2,
+        sums=(("sum", (14,)), ("sum", (15,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-            one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float16_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1,
+        gain2, keep2, keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -29,9 +29,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
+    reciprocal, rotl, rounded, term, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -203,108 +204,18 @@ def dadapt_adam_float32_2(
     keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        31, 22, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (12, tl.float32, "one"),
+        (11, tl.float32, "one"), (10, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (17,)), ("sum", (18,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 22)
-    columns = tl.load(row + 23)
-    stream_key = tl.load(row + 24).to(tl.int32)
-    pace = (tl.load(row + 27) + 63) // 64 * 64
-    begin = tl.load(row + 25) * pace + tl.load(row + 26) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
-                live_block, number, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key,
-                stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), lr, eps, grad_scale, moves, keep1, gain2, keep2,
-                    keep3, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float32_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -472,63 +383,17 @@ def dadapt_adam_float32_small_2(
     keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (9, tl.float32, "one"), (8, tl.float32, "one"), (7, tl.float32, "one")), parts=2,
+        sums=(("sum", (14,)), ("sum", (15,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-            one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
-            keep3, scalar_5, scalar_6, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float32_small_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2,
+        keep3, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -721,112 +586,18 @@ def dadapt_adam_bfloat16_2(
     keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        32, 23, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (7, tl.uint8), (8, tl.int16, "block"), (13, tl.float32, "one"),
+        (12, tl.float32, "one"), (11, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (18,)), ("sum", (19,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 32 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    stream_key = tl.load(row + 25).to(tl.int32)
-    pace = (tl.load(row + 28) + 63) // 64 * 64
-    begin = tl.load(row + 26) * pace + tl.load(row + 27) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
-                live_block, number, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key,
-                stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                    scalar_5, scalar_6, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_bfloat16_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -950,87 +721,17 @@ def dadapt_adam_bfloat16_small_2(
     keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
+        (10, tl.float32, "one"), (9, tl.float32, "one"), (8, tl.float32, "one")), parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (15,)), ("sum", (16,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 20)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = tl.load(row + 25)
-    begin = tl.load(row + 23) * pace + tl.load(row + 24)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 21)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, live, number, lr, eps, grad_scale, moves, keep1, gain2,
-                keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        s_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, at, at, numbered(before + start + odd * TILE, at), lr, eps,
-                    grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), lr, eps, grad_scale,
-                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_bfloat16_small_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2,
+        keep3, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1216,112 +917,18 @@ def dadapt_adam_float16_2(
     keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        32, 23, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (7, tl.uint8), (8, tl.int16, "block"), (13, tl.float32, "one"),
+        (12, tl.float32, "one"), (11, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (18,)), ("sum", (19,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 32 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    stream_key = tl.load(row + 25).to(tl.int32)
-    pace = (tl.load(row + 28) + 63) // 64 * 64
-    begin = tl.load(row + 26) * pace + tl.load(row + 27) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
-                live_block, number, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key,
-                stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                    scalar_5, scalar_6, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float16_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+        scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1397,87 +1004,17 @@ def dadapt_adam_float16_small_2(
     keep1: tl.float32, gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32,
     scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
+        (10, tl.float32, "one"), (9, tl.float32, "one"), (8, tl.float32, "one")), parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (15,)), ("sum", (16,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 20)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = tl.load(row + 25)
-    begin = tl.load(row + 23) * pace + tl.load(row + 24)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 21)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, live, number, lr, eps, grad_scale, moves, keep1, gain2,
-                keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        s_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, at, at, numbered(before + start + odd * TILE, at), lr, eps,
-                    grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), lr, eps, grad_scale,
-                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float16_small_2_tile, SWEEP, (lr, eps, grad_scale, moves, keep1, gain2, keep2,
+        keep3, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1649,108 +1186,18 @@ def dadapt_adam_float32_use_bias_correction_2(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        31, 22, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (12, tl.float32, "one"),
+        (11, tl.float32, "one"), (10, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (17,)), ("sum", (18,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 22)
-    columns = tl.load(row + 23)
-    stream_key = tl.load(row + 24).to(tl.int32)
-    pace = (tl.load(row + 27) + 63) // 64 * 64
-    begin = tl.load(row + 25) * pace + tl.load(row + 26) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
-                live_block, number, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own,
-                step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                    scalar_5, scalar_6, own, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                scalar_6, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float32_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1,
+        gain2, keep2, keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1818,63 +1265,17 @@ def dadapt_adam_float32_use_bias_correction_small_2(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (9, tl.float32, "one"), (8, tl.float32, "one"), (7, tl.float32, "one")), parts=2,
+        sums=(("sum", (14,)), ("sum", (15,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-            one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float32_use_bias_correction_small_2_tile, SWEEP, (eps, grad_scale, moves, keep1,
+        gain2, keep2, keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2026,112 +1427,18 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        32, 23, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (7, tl.uint8), (8, tl.int16, "block"), (13, tl.float32, "one"),
+        (12, tl.float32, "one"), (11, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (18,)), ("sum", (19,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 32 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    stream_key = tl.load(row + 25).to(tl.int32)
-    pace = (tl.load(row + 28) + 63) // 64 * 64
-    begin = tl.load(row + 26) * pace + tl.load(row + 27) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
-                live_block, number, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own,
-                step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                    scalar_6, own, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                scalar_6, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_bfloat16_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1,
+        gain2, keep2, keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2214,87 +1521,17 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
+        (10, tl.float32, "one"), (9, tl.float32, "one"), (8, tl.float32, "one")), parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (15,)), ("sum", (16,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 20)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = tl.load(row + 25)
-    begin = tl.load(row + 23) * pace + tl.load(row + 24)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 21)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, live, number, eps, grad_scale, moves, keep1, gain2,
-                keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        s_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, at, at, numbered(before + start + odd * TILE, at), eps,
-                    grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), eps, grad_scale,
-                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_bfloat16_use_bias_correction_small_2_tile, SWEEP, (eps, grad_scale, moves,
+        keep1, gain2, keep2, keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2439,112 +1676,18 @@ def dadapt_adam_float16_use_bias_correction_2(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        32, 23, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (7, tl.uint8), (8, tl.int16, "block"), (13, tl.float32, "one"),
+        (12, tl.float32, "one"), (11, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (18,)), ("sum", (19,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 32 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 18, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 19, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    stream_key = tl.load(row + 25).to(tl.int32)
-    pace = (tl.load(row + 28) + 63) // 64 * 64
-    begin = tl.load(row + 26) * pace + tl.load(row + 27) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, s_codes_ptr, s_scale_ptr, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, where, block, live,
-                live_block, number, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own,
-                step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                    scalar_6, own, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                scalar_6, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float16_use_bias_correction_2_tile, SWEEP, (eps, grad_scale, moves, keep1,
+        gain2, keep2, keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2620,87 +1763,17 @@ def dadapt_adam_float16_use_bias_correction_small_2(
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32,
     own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
+        (10, tl.float32, "one"), (9, tl.float32, "one"), (8, tl.float32, "one")), parts=2, counted=True,
+        keys=("step", "stream"), sums=(("sum", (15,)), ("sum", (16,))),
+    ),
 ):
-    """dadapt_adam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    tensor_sum_for_total_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    one_times_one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 20)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = tl.load(row + 25)
-    begin = tl.load(row + 23) * pace + tl.load(row + 24)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 21)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, where, live, number, eps, grad_scale, moves, keep1, gain2,
-                keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        s_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                    one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, at, at, numbered(before + start + odd * TILE, at), eps,
-                    grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), eps, grad_scale,
-                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """dadapt_adam: the tiles of one work item."""
+    walk(
+        table, work, dadapt_adam_float16_use_bias_correction_small_2_tile, SWEEP, (eps, grad_scale, moves, keep1,
+        gain2, keep2, keep3, scalar_5, scalar_6, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -52,54 +53,16 @@ def lamb_float32_1(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2,
+        sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_for_weight_norm_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_update_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float32_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -174,40 +137,15 @@ def lamb_float32_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    lr_times_trust_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 12)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            lamb_float32_3_tile(
-                p_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                lr_times_trust_ptr, at, at, weight_decay, scalar_2, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        lamb_float32_3_tile(
-            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
-            scalar_2, scalar_3, True,
-        )
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float32_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -242,54 +180,16 @@ def lamb_bfloat16_1(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2,
+        sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_for_weight_norm_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_update_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_bfloat16_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -319,40 +219,15 @@ def lamb_bfloat16_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    lr_times_trust_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 12)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            lamb_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                lr_times_trust_ptr, at, at, weight_decay, scalar_2, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        lamb_bfloat16_3_tile(
-            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
-            scalar_2, scalar_3, True,
-        )
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_bfloat16_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -387,54 +262,16 @@ def lamb_float16_1(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2,
+        sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_for_weight_norm_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_update_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float16_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -462,40 +299,15 @@ def lamb_float16_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    lr_times_trust_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 12)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            lamb_float16_3_tile(
-                p_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                lr_times_trust_ptr, at, at, weight_decay, scalar_2, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        lamb_float16_3_tile(
-            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
-            scalar_2, scalar_3, True,
-        )
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float16_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

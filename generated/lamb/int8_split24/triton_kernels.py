@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
+    reciprocal, rotl, rounded, term, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -115,95 +116,17 @@ def lamb_float32_1(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        23, 14, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("square", (9,)), ("square", (10,))),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    tensor_sum_for_weight_norm_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_update_norm_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where,
-                block, live, live_block, number, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float32_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -297,70 +220,16 @@ def lamb_float32_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        23, 14, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8), (5, tl.int16, "block"),
+        (8, tl.float32, "one")), block=64, parts=2,
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    lr_times_trust_ptr = pointer(row + 8, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            lamb_float32_3_tile(
-                p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                lr_times_trust_ptr, where, block, live, live_block, weight_decay, scalar_2, scalar_3, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                lamb_float32_3_tile(
-                    p_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                    at_block, weight_decay, scalar_2, scalar_3, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            lamb_float32_3_tile(
-                p_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, lr_times_trust_ptr, few,
-                few_blocks, live, live_block, weight_decay, scalar_2, scalar_3, True,
-            )
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float32_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -393,54 +262,17 @@ def lamb_float32_small_1(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2,
+        sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_for_weight_norm_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_update_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lamb_float32_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lamb_float32_small_1_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float32_small_1_tile, SWEEP, (beta1, beta2, weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -487,40 +319,15 @@ def lamb_float32_small_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    lr_times_trust_ptr = pointer(row + 6, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 12)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            lamb_float32_small_3_tile(
-                p_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                lr_times_trust_ptr, at, at, weight_decay, scalar_2, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        lamb_float32_small_3_tile(
-            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
-            scalar_2, scalar_3, True,
-        )
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float32_small_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -615,98 +422,17 @@ def lamb_bfloat16_1(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        24, 15, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("square", (10,)), ("square", (11,))),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    tensor_sum_for_weight_norm_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_update_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_bfloat16_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -786,82 +512,17 @@ def lamb_bfloat16_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        24, 15, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (9, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    lr_times_trust_ptr = pointer(row + 9, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            lamb_bfloat16_3_tile(
-                p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                lr_times_trust_ptr, where, block, live, live_block, number, weight_decay, scalar_2, scalar_3, step_key,
-                stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                lamb_bfloat16_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            lamb_bfloat16_3_tile(
-                p_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, lr_times_trust_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
-            )
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_bfloat16_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -898,56 +559,17 @@ def lamb_bfloat16_small_1(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        sums=(("square", (8,)), ("square", (9,))),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_for_weight_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_update_norm_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
-                weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-            live, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_bfloat16_small_1_tile, SWEEP, (beta1, beta2, weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -1008,61 +630,16 @@ def lamb_bfloat16_small_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.bfloat16), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (7, tl.float32, "one")),
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read
-    lr_times_trust_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            lamb_bfloat16_small_3_tile(
-                p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_times_trust_ptr, where, live, number,
-                weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                lamb_bfloat16_small_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_sq_ptr + start + odd * TILE, lr_times_trust_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            lamb_bfloat16_small_3_tile(
-                p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                few, live, numbered(before + start, few), weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
-            )
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_bfloat16_small_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1164,98 +741,17 @@ def lamb_float16_1(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        24, 15, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("square", (10,)), ("square", (11,))),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    tensor_sum_for_weight_norm_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_update_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float16_1_tile, SWEEP, (beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+        scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1331,82 +827,17 @@ def lamb_float16_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        24, 15, ((0, tl.float16), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (9, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    lr_times_trust_ptr = pointer(row + 9, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            lamb_float16_3_tile(
-                p_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                lr_times_trust_ptr, where, block, live, live_block, number, weight_decay, scalar_2, scalar_3, step_key,
-                stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                lamb_float16_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            lamb_float16_3_tile(
-                p_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, lr_times_trust_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
-            )
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float16_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1450,56 +881,17 @@ def lamb_float16_small_1(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        sums=(("square", (8,)), ("square", (9,))),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    tensor_sum_for_weight_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_update_norm_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lamb_float16_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2,
-                weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lamb_float16_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-            live, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float16_small_1_tile, SWEEP, (beta1, beta2, weight_decay,
+        one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -1556,61 +948,16 @@ def lamb_float16_small_3(
     table, work, weight_decay: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float16), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (7, tl.float32, "one")),
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read
-    lr_times_trust_ptr = pointer(row + 7, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 13)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = tl.load(row + 18)
-    begin = tl.load(row + 16) * pace + tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 14)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            lamb_float16_small_3_tile(
-                p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_times_trust_ptr, where, live, number,
-                weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                lamb_float16_small_3_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_sq_ptr + start + odd * TILE, lr_times_trust_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            lamb_float16_small_3_tile(
-                p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                few, live, numbered(before + start, few), weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
-            )
+    """lamb: the tiles of one work item."""
+    walk(
+        table, work, lamb_float16_small_3_tile, SWEEP, (weight_decay, scalar_2, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

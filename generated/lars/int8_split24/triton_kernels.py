@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, numbered, opaque, pointer, put, reciprocal, rotl,
-    rounded, term, widened,
+    apart, block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, rounded, term,
+    widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -37,45 +38,12 @@ def lars_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
 def lars_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (1, None)), parts=2, sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_weight_norm_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_grad_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lars: the tiles of one work item."""
+    walk(table, work, lars_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -178,121 +146,28 @@ def lars_float32_3(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (6, tl.float32, "one")),
+        block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    lr_times_local_lr_ptr = pointer(row + 6, tl.float32, ALIGNED)     # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            lars_float32_3_tile(
-                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr, where, block,
-                live, live_block, number, momentum, weight_decay, grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                lars_float32_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_local_lr_ptr, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            lars_float32_3_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key,
-                True,
-            )
+    """lars: the tiles of one work item."""
+    walk(
+        table, work, lars_float32_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def lars_float32_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None)), parts=2, sums=(("square", (6,)), ("square", (7,))),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_weight_norm_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_grad_norm_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lars: the tiles of one work item."""
+    walk(table, work, lars_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -342,40 +217,15 @@ def lars_float32_small_3(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    lr_times_local_lr_ptr = pointer(row + 5, tl.float32, ALIGNED)     # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            lars_float32_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                lr_times_local_lr_ptr, at, at, momentum, weight_decay, grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        lars_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr, few, live, momentum,
-            weight_decay, grad_scale, True,
-        )
+    """lars: the tiles of one work item."""
+    walk(
+        table, work, lars_float32_small_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -396,50 +246,12 @@ def lars_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.cons
 def lars_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8)), parts=2, sums=(("square", (8,)), ("square", (9,))),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_weight_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_grad_norm_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lars: the tiles of one work item."""
+    walk(table, work, lars_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -519,130 +331,28 @@ def lars_bfloat16_3(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    lr_times_local_lr_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            lars_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
-                lr_times_local_lr_ptr, where, block, live, live_block, number, momentum, weight_decay, grad_scale,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                lars_bfloat16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_local_lr_ptr, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            lars_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key,
-                True,
-            )
+    """lars: the tiles of one work item."""
+    walk(
+        table, work, lars_bfloat16_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def lars_bfloat16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8)), parts=2, sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_weight_norm_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_grad_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lars: the tiles of one work item."""
+    walk(table, work, lars_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -685,62 +395,16 @@ def lars_bfloat16_small_3(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    lr_times_local_lr_ptr = pointer(row + 6, tl.float32, ALIGNED)     # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            lars_bfloat16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, lr_times_local_lr_ptr, where, live, number, momentum,
-                weight_decay, grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                lars_bfloat16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, lr_times_local_lr_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            lars_bfloat16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                few, live, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key, True,
-            )
+    """lars: the tiles of one work item."""
+    walk(
+        table, work, lars_bfloat16_small_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -768,50 +432,12 @@ def lars_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.const
 def lars_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float16), (1, None), (2, tl.uint8)), parts=2, sums=(("square", (8,)), ("square", (9,))),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_weight_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_grad_norm_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 13)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lars: the tiles of one work item."""
+    walk(table, work, lars_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -886,130 +512,28 @@ def lars_float16_3(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        22, 13, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    lr_times_local_lr_ptr = pointer(row + 7, tl.float32, ALIGNED)     # float32 [1]  read
-    numel = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    stream_key = tl.load(row + 15).to(tl.int32)
-    pace = (tl.load(row + 18) + 63) // 64 * 64
-    begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            lars_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr,
-                lr_times_local_lr_ptr, where, block, live, live_block, number, momentum, weight_decay, grad_scale,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                lars_float16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_local_lr_ptr, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            lars_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key,
-                True,
-            )
+    """lars: the tiles of one work item."""
+    walk(
+        table, work, lars_float16_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def lars_float16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (1, None), (2, tl.uint8)), parts=2, sums=(("square", (7,)), ("square", (8,))),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_weight_norm_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_grad_norm_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """lars: the tiles of one work item."""
+    walk(table, work, lars_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -1068,62 +592,16 @@ def lars_float16_small_3(
     table, work, momentum: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    lr_times_local_lr_ptr = pointer(row + 6, tl.float32, ALIGNED)     # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            lars_float16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, lr_times_local_lr_ptr, where, live, number, momentum,
-                weight_decay, grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                lars_float16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, lr_times_local_lr_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            lars_float16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                few, live, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key, True,
-            )
+    """lars: the tiles of one work item."""
+    walk(
+        table, work, lars_float16_small_3_tile, SWEEP, (momentum, weight_decay, grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

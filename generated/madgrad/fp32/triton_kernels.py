@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import get, minus, put, reciprocal, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -63,41 +64,13 @@ def madgrad_float32(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    grad_sum_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            madgrad_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        madgrad_float32_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
-            grad_scale, weight, True,
-        )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float32_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -144,41 +117,13 @@ def madgrad_bfloat16(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    grad_sum_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            madgrad_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        madgrad_bfloat16_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
-            grad_scale, weight, True,
-        )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_bfloat16_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -223,41 +168,13 @@ def madgrad_float16(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    grad_sum_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            madgrad_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        madgrad_float16_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
-            grad_scale, weight, True,
-        )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float16_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -297,44 +214,15 @@ def madgrad_float32_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    grad_sum_sq_ptr += origin
-    s_ptr += origin
-    x0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            madgrad_float32_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        madgrad_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-        )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float32_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
+        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -377,44 +265,15 @@ def madgrad_bfloat16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    grad_sum_sq_ptr += origin
-    s_ptr += origin
-    x0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            madgrad_bfloat16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        madgrad_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-        )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_bfloat16_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
+        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -455,44 +314,15 @@ def madgrad_float16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    grad_sum_sq_ptr += origin
-    s_ptr += origin
-    x0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            madgrad_float16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        madgrad_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-        )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float16_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
+        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, put,
+    reciprocal, rotl, rounded, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -119,80 +120,16 @@ def madgrad_float32(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    grad_sum_sq_range_ptr = pointer(row + 3, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
-    pace = (tl.load(row + 11) + 63) // 64 * 64
-    begin = tl.load(row + 9) * pace + tl.load(row + 10) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            madgrad_float32_tile(
-                p_ptr, g_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr, where, block, live,
-                live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        grad_sum_sq_codes_ptr += origin
-        grad_sum_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_codes_ptr + start + odd * TILE,
-                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            madgrad_float32_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_codes_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float32_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -236,41 +173,13 @@ def madgrad_float32_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    grad_sum_sq_ptr += origin
-    s_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            madgrad_float32_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        madgrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
-            grad_scale, weight, True,
-        )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float32_small_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -372,83 +281,16 @@ def madgrad_bfloat16(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            madgrad_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
-                where, block, live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        grad_sum_sq_codes_ptr += origin
-        grad_sum_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_codes_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            madgrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_codes_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_bfloat16_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -506,63 +348,16 @@ def madgrad_bfloat16_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            madgrad_bfloat16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, where, live, number, weight_decay, eps, grad_scale,
-                weight, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        grad_sum_sq_ptr += origin
-        s_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_bfloat16_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            madgrad_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_bfloat16_small_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -680,83 +475,16 @@ def madgrad_float16(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            madgrad_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
-                where, block, live, live_block, number, weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        grad_sum_sq_codes_ptr += origin
-        grad_sum_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_codes_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            madgrad_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_codes_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float16_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -830,63 +558,16 @@ def madgrad_float16_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            madgrad_float16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, where, live, number, weight_decay, eps, grad_scale,
-                weight, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        grad_sum_sq_ptr += origin
-        s_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_float16_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            madgrad_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float16_small_tile, SWEEP, (weight_decay, eps, grad_scale, weight), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -978,84 +659,16 @@ def madgrad_float32_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (6, tl.float32)), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    grad_sum_sq_range_ptr = pointer(row + 3, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    x0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            madgrad_float32_has_momentum_tile(
-                p_ptr, g_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr, x0_ptr, where,
-                block, live, live_block, number, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        grad_sum_sq_codes_ptr += origin
-        grad_sum_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        x0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_float32_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_codes_ptr + start + odd * TILE,
-                    grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, x0_ptr + start + odd * TILE, at, at_block, at,
-                    at_block, numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight,
-                    one_minus_momentum, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            madgrad_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_codes_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float32_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
+        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1095,44 +708,15 @@ def madgrad_float32_has_momentum_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    grad_sum_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 4, tl.float32, ALIGNED)                    # float32 [n]  read
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    grad_sum_sq_ptr += origin
-    s_ptr += origin
-    x0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            madgrad_float32_has_momentum_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        madgrad_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-        )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float32_has_momentum_small_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
+        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1230,86 +814,16 @@ def madgrad_bfloat16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        14, 8, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (7, tl.float32)), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 14 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    x0_ptr = pointer(row + 7, tl.float32, ALIGNED)                    # float32 [n]  read
-    numel = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    stream_key = tl.load(row + 10).to(tl.int32)
-    pace = (tl.load(row + 13) + 63) // 64 * 64
-    begin = tl.load(row + 11) * pace + tl.load(row + 12) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            madgrad_bfloat16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
-                x0_ptr, where, block, live, live_block, number, weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        grad_sum_sq_codes_ptr += origin
-        grad_sum_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        x0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_bfloat16_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_codes_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            madgrad_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_codes_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_bfloat16_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
+        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1363,66 +877,16 @@ def madgrad_bfloat16_has_momentum_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    numel = tl.load(row + 6)
-    stream_key = tl.load(row + 8).to(tl.int32)
-    pace = tl.load(row + 11)
-    begin = tl.load(row + 9) * pace + tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 7)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            madgrad_bfloat16_has_momentum_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, where, live, number, weight_decay, eps,
-                grad_scale, weight, one_minus_momentum, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        grad_sum_sq_ptr += origin
-        s_ptr += origin
-        x0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_bfloat16_has_momentum_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, one_minus_momentum,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            madgrad_bfloat16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, few, live, numbered(before + start, few), weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_bfloat16_has_momentum_small_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
+        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1536,86 +1000,16 @@ def madgrad_float16_has_momentum(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        14, 8, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (7, tl.float32)), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 14 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    grad_sum_sq_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    x0_ptr = pointer(row + 7, tl.float32, ALIGNED)                    # float32 [n]  read
-    numel = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    stream_key = tl.load(row + 10).to(tl.int32)
-    pace = (tl.load(row + 13) + 63) // 64 * 64
-    begin = tl.load(row + 11) * pace + tl.load(row + 12) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            madgrad_float16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_codes_ptr, grad_sum_sq_range_ptr, s_codes_ptr, s_scale_ptr,
-                x0_ptr, where, block, live, live_block, number, weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        grad_sum_sq_codes_ptr += origin
-        grad_sum_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        x0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_float16_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_codes_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
-                    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            madgrad_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_codes_ptr + start,
-                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float16_has_momentum_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
+        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1685,66 +1079,16 @@ def madgrad_float16_has_momentum_small(
     table, work, weight_decay: tl.float32, eps: tl.float32, grad_scale: tl.float32, weight: tl.float32,
     one_minus_momentum: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32)),
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """madgrad: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    grad_sum_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    x0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    numel = tl.load(row + 6)
-    stream_key = tl.load(row + 8).to(tl.int32)
-    pace = tl.load(row + 11)
-    begin = tl.load(row + 9) * pace + tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 7)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            madgrad_float16_has_momentum_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, grad_sum_sq_ptr, s_ptr, x0_ptr, where, live, number, weight_decay, eps,
-                grad_scale, weight, one_minus_momentum, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        grad_sum_sq_ptr += origin
-        s_ptr += origin
-        x0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                madgrad_float16_has_momentum_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, one_minus_momentum,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            madgrad_float16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, few, live, numbered(before + start, few), weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, True,
-            )
+    """madgrad: the tiles of one work item."""
+    walk(
+        table, work, madgrad_float16_has_momentum_small_tile, SWEEP, (weight_decay, eps, grad_scale, weight,
+        one_minus_momentum), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

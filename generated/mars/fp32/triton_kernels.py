@@ -21,7 +21,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def mars_float32_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c, at, live, MASKED)
+    return term(c, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -48,43 +49,13 @@ def mars_float32_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (4, tl.float32)), parts=2, sums=(("square", (7,)),)),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = mars_float32_1_tile(
-                g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = mars_float32_1_tile(
-            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float32_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -162,49 +133,18 @@ def mars_float32_3(
     scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (6, tl.float32, "one")), parts=2,
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            mars_float32_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        mars_float32_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
-        )
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float32_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -223,7 +163,7 @@ def mars_bfloat16_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c, at, live, MASKED)
+    return term(c, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -231,43 +171,13 @@ def mars_bfloat16_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (4, tl.float32)), parts=2, sums=(("square", (7,)),)),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = mars_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = mars_bfloat16_1_tile(
-            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_bfloat16_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -316,49 +226,18 @@ def mars_bfloat16_3(
     scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (6, tl.float32, "one")), parts=2,
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            mars_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        mars_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
-        )
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_bfloat16_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -377,7 +256,7 @@ def mars_float16_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c, at, live, MASKED)
+    return term(c, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -385,43 +264,13 @@ def mars_float16_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (4, tl.float32)), parts=2, sums=(("square", (7,)),)),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = mars_float16_1_tile(
-                g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = mars_float16_1_tile(
-            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float16_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -468,49 +317,18 @@ def mars_float16_3(
     scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (6, tl.float32, "one")), parts=2,
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            mars_float16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        mars_float16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
-        )
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float16_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

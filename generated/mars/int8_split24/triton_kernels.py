@@ -25,9 +25,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
+    reciprocal, rotl, rounded, term, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def mars_float32_1_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     # -- encode and store
-    return term(c, at, live, MASKED)
+    return term(c, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -60,71 +61,15 @@ def mars_float32_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        23, 14, ((1, None), (6, tl.uint8), (7, tl.int16, "block")), block=64, parts=2, sums=(("square", (10,)),),
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # uint8 [n]  read
-    last_grad_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
-    tensor_sum_of_c_ptr = pointer(row + 10, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            tensor_sum_term = mars_float32_1_tile(
-                g_ptr, last_grad_codes_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        last_grad_codes_ptr += origin
-        last_grad_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term = mars_float32_1_tile(
-                    g_ptr + start + odd * TILE, last_grad_codes_ptr + start + odd * TILE,
-                    last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term = mars_float32_1_tile(
-                g_ptr + start, last_grad_codes_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float32_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -271,93 +216,18 @@ def mars_float32_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
     scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        23, 14, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (9, tl.float32, "one")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    last_grad_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)         # uint8 [n]  read and written
-    last_grad_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    stream_key = tl.load(row + 16).to(tl.int32)
-    pace = (tl.load(row + 19) + 63) // 64 * 64
-    begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            mars_float32_3_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                last_grad_codes_ptr, last_grad_scale_ptr, one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live,
-                live_block, number, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        last_grad_codes_ptr += origin
-        last_grad_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                mars_float32_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, last_grad_codes_ptr + start + odd * TILE,
-                    last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            mars_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
-                last_grad_codes_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
-            )
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float32_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -376,7 +246,7 @@ def mars_float32_small_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c, at, live, MASKED)
+    return term(c, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -384,43 +254,13 @@ def mars_float32_small_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (4, tl.float32)), parts=2, sums=(("square", (7,)),)),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = mars_float32_small_1_tile(
-                g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = mars_float32_small_1_tile(
-            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float32_small_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -482,49 +322,18 @@ def mars_float32_small_3(
     scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32),
+        (6, tl.float32, "one")), parts=2,
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    last_grad_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            mars_float32_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        mars_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
-        )
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float32_small_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -549,7 +358,7 @@ def mars_bfloat16_1_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     # -- encode and store
-    return term(c, at, live, MASKED)
+    return term(c, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -557,71 +366,15 @@ def mars_bfloat16_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        24, 15, ((1, None), (7, tl.uint8), (8, tl.int16, "block")), block=64, parts=2, sums=(("square", (11,)),),
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read
-    last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
-    tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            tensor_sum_term = mars_bfloat16_1_tile(
-                g_ptr, last_grad_codes_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        last_grad_codes_ptr += origin
-        last_grad_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term = mars_bfloat16_1_tile(
-                    g_ptr + start + odd * TILE, last_grad_codes_ptr + start + odd * TILE,
-                    last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term = mars_bfloat16_1_tile(
-                g_ptr + start, last_grad_codes_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_bfloat16_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -759,97 +512,18 @@ def mars_bfloat16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
     scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        24, 15, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (7, tl.uint8), (8, tl.int16, "block"), (10, tl.float32, "one")),
+        block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    last_grad_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read and written
-    last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            mars_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, last_grad_codes_ptr, last_grad_scale_ptr,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live, live_block, number, beta1, beta2,
-                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-                stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        last_grad_codes_ptr += origin
-        last_grad_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                mars_bfloat16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    last_grad_codes_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            mars_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_codes_ptr + start,
-                last_grad_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few,
-                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
-            )
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_bfloat16_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -868,7 +542,7 @@ def mars_bfloat16_small_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c, at, live, MASKED)
+    return term(c, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -876,43 +550,13 @@ def mars_bfloat16_small_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(21, 12, ((1, None), (5, tl.float32)), parts=2, sums=(("square", (8,)),)),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = mars_bfloat16_small_1_tile(
-                g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = mars_bfloat16_small_1_tile(
-            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_bfloat16_small_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -989,76 +633,18 @@ def mars_bfloat16_small_3(
     scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
+        (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            mars_bfloat16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, live, number, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        last_grad_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                mars_bfloat16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            mars_bfloat16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
-                numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
-                stream_key, True,
-            )
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_bfloat16_small_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1083,7 +669,7 @@ def mars_float16_1_tile(
     change = tl.where(0.0 < where_lt_one_t_one_zero, tl.fma(last_grad_scale_neg[:, None], last_grad_code * reciprocal(254.0 - last_grad_bend), g), 0.0)
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)  # 23  c = g + gamma * beta1 / (1 - beta1) * change
     # -- encode and store
-    return term(c, at, live, MASKED)
+    return term(c, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1091,71 +677,15 @@ def mars_float16_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        24, 15, ((1, None), (7, tl.uint8), (8, tl.int16, "block")), block=64, parts=2, sums=(("square", (11,)),),
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read
-    last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read
-    tensor_sum_of_c_ptr = pointer(row + 11, tl.float32, ALIGNED)      # float32 [partial results]  written
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            tensor_sum_term = mars_float16_1_tile(
-                g_ptr, last_grad_codes_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        last_grad_codes_ptr += origin
-        last_grad_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term = mars_float16_1_tile(
-                    g_ptr + start + odd * TILE, last_grad_codes_ptr + start + odd * TILE,
-                    last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
-                )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term = mars_float16_1_tile(
-                g_ptr + start, last_grad_codes_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few,
-                few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float16_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1293,97 +823,18 @@ def mars_float16_3(
     one_minus_lr_times_weight_decay: tl.float32, one_minus_beta1: tl.float32, one_minus_beta2: tl.float32,
     scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        24, 15, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (7, tl.uint8), (8, tl.int16, "block"), (10, tl.float32, "one")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    last_grad_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)         # uint8 [n]  read and written
-    last_grad_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    stream_key = tl.load(row + 17).to(tl.int32)
-    pace = (tl.load(row + 20) + 63) // 64 * 64
-    begin = tl.load(row + 18) * pace + tl.load(row + 19) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            mars_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, last_grad_codes_ptr, last_grad_scale_ptr,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, block, live, live_block, number, beta1, beta2,
-                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
-                stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        last_grad_codes_ptr += origin
-        last_grad_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                mars_float16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    last_grad_codes_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            mars_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_codes_ptr + start,
-                last_grad_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few,
-                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
-            )
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float16_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1402,7 +853,7 @@ def mars_float16_small_1_tile(
     # 23  c = g + gamma * beta1 / (1 - beta1) * change
     c = tl.fma(gamma_times_beta1_over_one_minus_beta1, change, g)
     # -- encode and store
-    return term(c, at, live, MASKED)
+    return term(c, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1410,43 +861,13 @@ def mars_float16_small_1(
     table, work, grad_scale: tl.float32, where_lt_one_t_one_zero: tl.float32,
     gamma_times_beta1_over_one_minus_beta1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(21, 12, ((1, None), (5, tl.float32)), parts=2, sums=(("square", (8,)),)),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read
-    tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    last_grad_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = mars_float16_small_1_tile(
-                g_ptr + start + odd * TILE, last_grad_ptr + start + odd * TILE, at, at, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = mars_float16_small_1_tile(
-            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float16_small_1_tile, SWEEP, (grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1523,76 +944,18 @@ def mars_float16_small_3(
     scalar_5: tl.float32, lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32), (5, tl.float32),
+        (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """mars: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    last_grad_ptr = pointer(row + 5, tl.float32, ALIGNED)             # float32 [n]  read and written
-    one_over_sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = tl.load(row + 17)
-    begin = tl.load(row + 15) * pace + tl.load(row + 16)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 13)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            mars_float16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, where, live, number, beta1, beta2, grad_scale,
-                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
-                scalar_8, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        last_grad_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                mars_float16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            mars_float16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
-                numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
-                stream_key, True,
-            )
+    """mars: the tiles of one work item."""
+    walk(
+        table, work, mars_float16_small_3_tile, SWEEP, (beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+        gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+        one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -17,7 +17,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -77,39 +78,13 @@ def muon_float32_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float32_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float32_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -135,38 +110,13 @@ def muon_float32_4_tile(
 def muon_float32_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((0, tl.float32), (3, tl.float32, "one"), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    lr_times_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)        # float32 [1]  read
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float32_4_tile(
-                p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
-                one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float32_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-            True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -196,39 +146,13 @@ def muon_bfloat16_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_bfloat16_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_bfloat16_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -257,38 +181,13 @@ def muon_bfloat16_4_tile(
 def muon_bfloat16_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((0, tl.bfloat16), (3, tl.float32, "one"), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    lr_times_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)        # float32 [1]  read
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_bfloat16_4_tile(
-                p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
-                one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_bfloat16_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-            True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -318,39 +217,13 @@ def muon_float16_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float16_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float16_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -377,38 +250,13 @@ def muon_float16_4_tile(
 def muon_float16_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((0, tl.float16), (3, tl.float32, "one"), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    lr_times_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)        # float32 [1]  read
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float16_4_tile(
-                p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
-                one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float16_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-            True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -443,44 +291,14 @@ def muon_float32_no_matrix(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float32_no_matrix_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float32_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -519,44 +337,14 @@ def muon_bfloat16_no_matrix(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_bfloat16_no_matrix_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_bfloat16_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -593,44 +381,14 @@ def muon_float16_no_matrix(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float16_no_matrix_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float16_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -689,39 +447,13 @@ def muon_float32_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float32_no_nesterov_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float32_no_nesterov_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -747,39 +479,13 @@ def muon_bfloat16_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_bfloat16_no_nesterov_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_bfloat16_no_nesterov_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -805,39 +511,13 @@ def muon_float16_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float16_no_nesterov_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float16_no_nesterov_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

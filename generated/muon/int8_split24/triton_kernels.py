@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
+    reciprocal, rotl, rounded, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -104,74 +105,16 @@ def muon_float32_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        18, 9, ((1, None), (2, tl.uint8), (3, tl.int16, "block"), (5, tl.bfloat16)), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    stream_key = tl.load(row + 11).to(tl.int32)
-    pace = (tl.load(row + 14) + 63) // 64 * 64
-    begin = tl.load(row + 12) * pace + tl.load(row + 13) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            muon_float32_2_tile(
-                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
-                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_float32_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            muon_float32_2_tile(
-                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
-                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -197,38 +140,13 @@ def muon_float32_4_tile(
 def muon_float32_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(18, 9, ((0, tl.float32), (4, tl.float32, "one"), (5, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    lr_times_scale_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [1]  read
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    numel = tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float32_4_tile(
-                p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
-                one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float32_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-            True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -274,77 +192,26 @@ def muon_float32_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float32_small_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float32_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_small_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def muon_float32_small_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((0, tl.float32), (3, tl.float32, "one"), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    lr_times_scale_ptr = pointer(row + 3, tl.float32, ALIGNED)        # float32 [1]  read
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float32_4_tile(
-                p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
-                one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float32_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-            True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -412,74 +279,16 @@ def muon_bfloat16_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (6, tl.bfloat16)), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    stream_key = tl.load(row + 12).to(tl.int32)
-    pace = (tl.load(row + 15) + 63) // 64 * 64
-    begin = tl.load(row + 13) * pace + tl.load(row + 14) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            muon_bfloat16_2_tile(
-                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
-                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_bfloat16_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            muon_bfloat16_2_tile(
-                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
-                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -519,59 +328,16 @@ def muon_bfloat16_4_tile(
 def muon_bfloat16_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.bfloat16), (2, tl.uint8), (5, tl.float32, "one"), (6, tl.bfloat16)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    lr_times_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [1]  read
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    numel = tl.load(row + 10)
-    stream_key = tl.load(row + 12).to(tl.int32)
-    pace = tl.load(row + 15)
-    begin = tl.load(row + 13) * pace + tl.load(row + 14)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 11)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            muon_bfloat16_4_tile(
-                p_ptr, weight_low_ptr, lr_times_scale_ptr, direction_ptr, where, live, number,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_bfloat16_4_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            muon_bfloat16_4_tile(
-                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -601,39 +367,13 @@ def muon_bfloat16_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (3, tl.float32), (5, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_bfloat16_small_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_bfloat16_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_small_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -673,59 +413,16 @@ def muon_bfloat16_small_4_tile(
 def muon_bfloat16_small_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        18, 9, ((0, tl.bfloat16), (2, tl.uint8), (4, tl.float32, "one"), (5, tl.bfloat16)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    lr_times_scale_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [1]  read
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    numel = tl.load(row + 9)
-    stream_key = tl.load(row + 11).to(tl.int32)
-    pace = tl.load(row + 14)
-    begin = tl.load(row + 12) * pace + tl.load(row + 13)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 10)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            muon_bfloat16_small_4_tile(
-                p_ptr, weight_low_ptr, lr_times_scale_ptr, direction_ptr, where, live, number,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_bfloat16_small_4_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            muon_bfloat16_small_4_tile(
-                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_small_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -778,74 +475,16 @@ def muon_float16_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (6, tl.bfloat16)), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    stream_key = tl.load(row + 12).to(tl.int32)
-    pace = (tl.load(row + 15) + 63) // 64 * 64
-    begin = tl.load(row + 13) * pace + tl.load(row + 14) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            muon_float16_2_tile(
-                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
-                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_float16_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            muon_float16_2_tile(
-                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
-                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -901,59 +540,16 @@ def muon_float16_4_tile(
 def muon_float16_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float16), (2, tl.uint8), (5, tl.float32, "one"), (6, tl.bfloat16)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    lr_times_scale_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [1]  read
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    numel = tl.load(row + 10)
-    stream_key = tl.load(row + 12).to(tl.int32)
-    pace = tl.load(row + 15)
-    begin = tl.load(row + 13) * pace + tl.load(row + 14)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 11)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            muon_float16_4_tile(
-                p_ptr, weight_low_ptr, lr_times_scale_ptr, direction_ptr, where, live, number,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_float16_4_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            muon_float16_4_tile(
-                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -983,39 +579,13 @@ def muon_float16_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32,
     momentum_times_momentum: tl.float32, scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (3, tl.float32), (5, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float16_small_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float16_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_small_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        momentum_times_momentum, scalar_2), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1071,59 +641,16 @@ def muon_float16_small_4_tile(
 def muon_float16_small_4(
     table, work, one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        18, 9, ((0, tl.float16), (2, tl.uint8), (4, tl.float32, "one"), (5, tl.bfloat16)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    lr_times_scale_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [1]  read
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    numel = tl.load(row + 9)
-    stream_key = tl.load(row + 11).to(tl.int32)
-    pace = tl.load(row + 14)
-    begin = tl.load(row + 12) * pace + tl.load(row + 13)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 10)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            muon_float16_small_4_tile(
-                p_ptr, weight_low_ptr, lr_times_scale_ptr, direction_ptr, where, live, number,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        weight_low_ptr += origin
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_float16_small_4_tile(
-                    p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            muon_float16_small_4_tile(
-                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_small_4_tile, SWEEP, (one_minus_lr_times_weight_decay,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1210,84 +737,17 @@ def muon_float32_no_matrix(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
-    pace = (tl.load(row + 11) + 63) // 64 * 64
-    begin = tl.load(row + 9) * pace + tl.load(row + 10) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            muon_float32_no_matrix_tile(
-                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_float32_no_matrix_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            muon_float32_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1322,44 +782,14 @@ def muon_float32_no_matrix_small(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float32_no_matrix_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float32_no_matrix_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1453,87 +883,17 @@ def muon_bfloat16_no_matrix(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            muon_bfloat16_no_matrix_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_bfloat16_no_matrix_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            muon_bfloat16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1583,67 +943,17 @@ def muon_bfloat16_no_matrix_small(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            muon_bfloat16_no_matrix_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, where, live, number, adamw_betas_0,
-                adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_bfloat16_no_matrix_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                    scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            muon_bfloat16_no_matrix_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
-                scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0,
+        scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1753,87 +1063,17 @@ def muon_float16_no_matrix(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            muon_float16_no_matrix_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_float16_no_matrix_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            muon_float16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1899,67 +1139,17 @@ def muon_float16_no_matrix_small(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            muon_float16_no_matrix_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, where, live, number, adamw_betas_0,
-                adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_float16_no_matrix_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                    scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            muon_float16_no_matrix_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
-                scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2076,74 +1266,16 @@ def muon_float32_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        18, 9, ((1, None), (2, tl.uint8), (3, tl.int16, "block"), (5, tl.bfloat16)), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    stream_key = tl.load(row + 11).to(tl.int32)
-    pace = (tl.load(row + 14) + 63) // 64 * 64
-    begin = tl.load(row + 12) * pace + tl.load(row + 13) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            muon_float32_no_nesterov_2_tile(
-                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
-                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_float32_no_nesterov_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            muon_float32_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
-                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2169,39 +1301,13 @@ def muon_float32_no_nesterov_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(17, 8, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 17 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float32_no_nesterov_small_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float32_no_nesterov_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float32_no_nesterov_small_2_tile, SWEEP, (momentum,
+        one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2251,74 +1357,16 @@ def muon_bfloat16_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (6, tl.bfloat16)), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    stream_key = tl.load(row + 12).to(tl.int32)
-    pace = (tl.load(row + 15) + 63) // 64 * 64
-    begin = tl.load(row + 13) * pace + tl.load(row + 14) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            muon_bfloat16_no_nesterov_2_tile(
-                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
-                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_bfloat16_no_nesterov_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            muon_bfloat16_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
-                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2344,39 +1392,13 @@ def muon_bfloat16_no_nesterov_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (3, tl.float32), (5, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_bfloat16_no_nesterov_small_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_bfloat16_no_nesterov_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_bfloat16_no_nesterov_small_2_tile, SWEEP, (momentum,
+        one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2426,74 +1448,16 @@ def muon_float16_no_nesterov_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (6, tl.bfloat16)), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    stream_key = tl.load(row + 12).to(tl.int32)
-    pace = (tl.load(row + 15) + 63) // 64 * 64
-    begin = tl.load(row + 13) * pace + tl.load(row + 14) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            muon_float16_no_nesterov_2_tile(
-                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
-                live_block, number, momentum, one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                muon_float16_no_nesterov_2_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            muon_float16_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
-                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_no_nesterov_2_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2519,39 +1483,13 @@ def muon_float16_no_nesterov_small_2(
     table, work, momentum: tl.float32, one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(18, 9, ((1, None), (3, tl.float32), (5, tl.bfloat16)), parts=2),
 ):
-    """muon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            muon_float16_no_nesterov_small_2_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, momentum, one_minus_momentum_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        muon_float16_no_nesterov_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, True,
-        )
+    """muon: the tiles of one work item."""
+    walk(
+        table, work, muon_float16_no_nesterov_small_2_tile, SWEEP, (momentum,
+        one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, put,
+    reciprocal, rotl, rounded, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -117,81 +118,16 @@ def nadam_float32(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
-    pace = (tl.load(row + 11) + 63) // 64 * 64
-    begin = tl.load(row + 9) * pace + tl.load(row + 10) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            nadam_float32_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where,
-                block, live, live_block, number, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            nadam_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_float32_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -225,43 +161,14 @@ def nadam_float32_small(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     grad_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            nadam_float32_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        nadam_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5,
-            scalar_6, True,
-        )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_float32_small_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -360,85 +267,16 @@ def nadam_bfloat16(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            nadam_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
-                    grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            nadam_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_bfloat16_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -487,65 +325,17 @@ def nadam_bfloat16_small(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     grad_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            nadam_bfloat16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, where, live, number, beta1, beta2,
-                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5,
-                scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_bfloat16_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            nadam_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                live, numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_bfloat16_small_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -660,85 +450,16 @@ def nadam_float16(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, grad_lr: tl.float32, avg_lr: tl.float32,
     scalar_4: tl.float32, scalar_5: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            nadam_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
-                    grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            nadam_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_float16_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -803,65 +524,17 @@ def nadam_float16_small(
     one_minus_beta1: tl.float32, one_minus_beta2: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     grad_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            nadam_float16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, where, live, number, beta1, beta2,
-                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5,
-                scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_float16_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            nadam_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                live, numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_float16_small_tile, SWEEP, (beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+        one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -953,84 +626,17 @@ def nadam_float32_decoupled_weight_decay(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
-    pace = (tl.load(row + 11) + 63) // 64 * 64
-    begin = tl.load(row + 9) * pace + tl.load(row + 10) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            nadam_float32_decoupled_weight_decay_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr, where,
-                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_float32_decoupled_weight_decay_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            nadam_float32_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
-                True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_float32_decoupled_weight_decay_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
+        scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1066,43 +672,14 @@ def nadam_float32_decoupled_weight_decay_small(
     scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            nadam_float32_decoupled_weight_decay_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        nadam_float32_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-            scalar_5, scalar_6, scalar_7, True,
-        )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_float32_decoupled_weight_decay_small_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+        scalar_5, scalar_6, scalar_7), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1201,87 +778,17 @@ def nadam_bfloat16_decoupled_weight_decay(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            nadam_bfloat16_decoupled_weight_decay_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_bfloat16_decoupled_weight_decay_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
-                    scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            nadam_bfloat16_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
-                True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_bfloat16_decoupled_weight_decay_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
+        scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1332,67 +839,17 @@ def nadam_bfloat16_decoupled_weight_decay_small(
     scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            nadam_bfloat16_decoupled_weight_decay_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, where, live, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                scalar_5, scalar_6, scalar_7, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_bfloat16_decoupled_weight_decay_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            nadam_bfloat16_decoupled_weight_decay_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
-                stream_key, True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_bfloat16_decoupled_weight_decay_small_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+        scalar_5, scalar_6, scalar_7), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1507,87 +964,17 @@ def nadam_float16_decoupled_weight_decay(
     one_minus_beta1_times_grad_scale: tl.float32, scalar_2: tl.float32, scalar_3: tl.float32,
     avg_lr: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            nadam_float16_decoupled_weight_decay_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_float16_decoupled_weight_decay_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
-                    scalar_6, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            nadam_float16_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
-                True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_float16_decoupled_weight_decay_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
+        scalar_6), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1654,67 +1041,17 @@ def nadam_float16_decoupled_weight_decay_small(
     scalar_4: tl.float32, scalar_5: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """nadam: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            nadam_float16_decoupled_weight_decay_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, where, live, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                scalar_5, scalar_6, scalar_7, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                nadam_float16_decoupled_weight_decay_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            nadam_float16_decoupled_weight_decay_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
-                stream_key, True,
-            )
+    """nadam: the tiles of one work item."""
+    walk(
+        table, work, nadam_float16_decoupled_weight_decay_small_tile, SWEEP, (beta1, beta2,
+        one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+        scalar_5, scalar_6, scalar_7), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -45,39 +46,13 @@ def normuon_float32_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(27, 17, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_float32_1_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, beta1, one_minus_beta1_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_float32_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-            one_minus_beta1_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float32_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -88,7 +63,7 @@ def normuon_float32_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     # -- encode and store
-    return term(direction, at, live, MASKED)
+    return term(direction, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -122,13 +97,13 @@ def normuon_float32_3(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -137,19 +112,19 @@ def normuon_float32_3(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -169,7 +144,7 @@ def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, 
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = normuon_float32_3_tile(direction_ptr, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -235,7 +210,7 @@ def normuon_float32_5_tile(
     direction = widened(direction_stored)               # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     even = direction * one_over_sqrt_row_sq_2_plus_eps  # 40  even = direction / (sqrt(row_sq) + eps)
     # -- encode and store
-    return term(even, at, live, MASKED)
+    return term(even, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -271,22 +246,22 @@ def normuon_float32_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
             False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
@@ -298,28 +273,28 @@ def normuon_float32_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
             True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
@@ -346,7 +321,7 @@ def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, 
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -617,39 +592,13 @@ def normuon_bfloat16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(27, 17, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, beta1, one_minus_beta1_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_bfloat16_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-            one_minus_beta1_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_bfloat16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -800,39 +749,13 @@ def normuon_float16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(27, 17, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_float16_1_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, beta1, one_minus_beta1_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_float16_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-            one_minus_beta1_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -990,44 +913,14 @@ def normuon_float32_no_matrix(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_float32_no_matrix_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_float32_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float32_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1066,44 +959,14 @@ def normuon_bfloat16_no_matrix(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_bfloat16_no_matrix_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_bfloat16_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_bfloat16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1140,44 +1003,14 @@ def normuon_float16_no_matrix(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_float16_no_matrix_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_float16_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+        scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

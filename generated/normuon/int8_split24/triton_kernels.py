@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
+    reciprocal, rotl, rounded, term, widened, within,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -71,74 +72,16 @@ def normuon_float32_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 18, ((1, None), (2, tl.uint8), (3, tl.int16, "block"), (5, tl.bfloat16)), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = (tl.load(row + 23) + 63) // 64 * 64
-    begin = tl.load(row + 21) * pace + tl.load(row + 22) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            normuon_float32_1_tile(
-                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
-                live_block, number, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                normuon_float32_1_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
-                    one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            normuon_float32_1_tile(
-                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
-                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
-                one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-            )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float32_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -149,7 +92,7 @@ def normuon_float32_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
     # -- update  (specs/normuon.py)
     direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     # -- encode and store
-    return term(direction, at, live, MASKED)
+    return term(direction, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -183,13 +126,13 @@ def normuon_float32_3(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -198,19 +141,19 @@ def normuon_float32_3(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -230,7 +173,7 @@ def normuon_float32_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, 
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = normuon_float32_3_tile(direction_ptr, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -296,7 +239,7 @@ def normuon_float32_5_tile(
     direction = widened(direction_stored)               # 38  direction = newton_schulz(momentum_buffer, ns_steps)
     even = direction * one_over_sqrt_row_sq_2_plus_eps  # 40  even = direction / (sqrt(row_sq) + eps)
     # -- encode and store
-    return term(even, at, live, MASKED)
+    return term(even, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -332,22 +275,22 @@ def normuon_float32_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
             False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
@@ -359,28 +302,28 @@ def normuon_float32_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
             True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
@@ -407,7 +350,7 @@ def normuon_float32_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, 
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -678,39 +621,13 @@ def normuon_float32_small_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(27, 17, ((1, None), (2, tl.float32), (4, tl.bfloat16)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 4, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_float32_small_1_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, beta1, one_minus_beta1_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_float32_small_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-            one_minus_beta1_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float32_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -744,13 +661,13 @@ def normuon_float32_small_3(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -759,19 +676,19 @@ def normuon_float32_small_3(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -791,7 +708,7 @@ def normuon_float32_small_3_flat(table, work, step_key: tl.int32, GRAD: tl.const
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = normuon_float32_3_tile(direction_ptr, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -849,22 +766,22 @@ def normuon_float32_small_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
             False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
@@ -876,28 +793,28 @@ def normuon_float32_small_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
             True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
@@ -924,7 +841,7 @@ def normuon_float32_small_5_flat(table, work, step_key: tl.int32, GRAD: tl.const
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -1120,74 +1037,16 @@ def normuon_bfloat16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 19, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (6, tl.bfloat16)), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = (tl.load(row + 24) + 63) // 64 * 64
-    begin = tl.load(row + 22) * pace + tl.load(row + 23) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            normuon_bfloat16_1_tile(
-                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
-                live_block, number, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                normuon_bfloat16_1_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
-                    one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            normuon_bfloat16_1_tile(
-                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
-                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
-                one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-            )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_bfloat16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1221,13 +1080,13 @@ def normuon_bfloat16_3(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, at, False)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1))
@@ -1236,19 +1095,19 @@ def normuon_bfloat16_3(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 256, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 512, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr + start * columns + 768, at, live, True)
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term_0, 1), mask=which < height)
@@ -1268,7 +1127,7 @@ def normuon_bfloat16_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr,
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = normuon_float32_3_tile(direction_ptr, at, live, True)
+        row_sum_term, = normuon_float32_3_tile(direction_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
 
 
@@ -1326,22 +1185,22 @@ def normuon_bfloat16_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row,
             False,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at,
             at_row, False,
         )
@@ -1353,28 +1212,28 @@ def normuon_bfloat16_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row,
             True,
         )
         row_sum_term_0 = row_sum_term * row_sum_term
         live_col = lane < width - 256
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 256, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 512
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 512, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
         row_sum_term_0 = tl.fma(row_sum_term, row_sum_term, row_sum_term_0)
         live_col = lane < width - 768
         live = live_row & live_col
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr + start * columns + 768, one_over_sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live,
             live_row, True,
         )
@@ -1401,7 +1260,7 @@ def normuon_bfloat16_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr,
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_5_tile(
+        row_sum_term, = normuon_float32_5_tile(
             direction_ptr, one_over_sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term * row_sum_term, live, True)
@@ -1629,39 +1488,13 @@ def normuon_bfloat16_small_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(28, 18, ((1, None), (3, tl.float32), (5, tl.bfloat16)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_bfloat16_small_1_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, beta1, one_minus_beta1_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_bfloat16_small_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-            one_minus_beta1_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_bfloat16_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1869,74 +1702,16 @@ def normuon_float16_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 19, ((1, None), (3, tl.uint8), (4, tl.int16, "block"), (6, tl.bfloat16)), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = (tl.load(row + 24) + 63) // 64 * 64
-    begin = tl.load(row + 22) * pace + tl.load(row + 23) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            normuon_float16_1_tile(
-                g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, direction_ptr, where, block, live,
-                live_block, number, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        direction_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                normuon_float16_1_tile(
-                    g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
-                    one_minus_beta1_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            normuon_float16_1_tile(
-                g_ptr + start, momentum_buffer_codes_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
-                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
-                one_minus_beta1_times_grad_scale, step_key, stream_key, True,
-            )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float16_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2137,39 +1912,13 @@ def normuon_float16_small_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(28, 18, ((1, None), (3, tl.float32), (5, tl.bfloat16)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  written
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    direction_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_float16_small_1_tile(
-                g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
-                at, at, beta1, one_minus_beta1_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_float16_small_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-            one_minus_beta1_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float16_small_1_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2431,84 +2180,17 @@ def normuon_float32_no_matrix(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
-    pace = (tl.load(row + 11) + 63) // 64 * 64
-    begin = tl.load(row + 9) * pace + tl.load(row + 10) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            normuon_float32_no_matrix_tile(
-                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                normuon_float32_no_matrix_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            normuon_float32_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float32_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2543,44 +2225,14 @@ def normuon_float32_no_matrix_small(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            normuon_float32_no_matrix_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        normuon_float32_no_matrix_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-        )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float32_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0,
+        scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2674,87 +2326,17 @@ def normuon_bfloat16_no_matrix(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            normuon_bfloat16_no_matrix_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                normuon_bfloat16_no_matrix_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            normuon_bfloat16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_bfloat16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2804,67 +2386,17 @@ def normuon_bfloat16_no_matrix_small(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            normuon_bfloat16_no_matrix_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, where, live, number, adamw_betas_0,
-                adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                normuon_bfloat16_no_matrix_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                    scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            normuon_bfloat16_no_matrix_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
-                scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-            )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_bfloat16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0,
+        scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2974,87 +2506,17 @@ def normuon_float16_no_matrix(
     scalar_3: tl.float32, one_minus_adamw_lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            normuon_float16_no_matrix_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, where, block, live, live_block, number, adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                normuon_float16_no_matrix_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            normuon_float16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float16_no_matrix_tile, SWEEP, (adamw_betas_0, adamw_betas_1,
+        one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+        one_minus_adamw_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3120,67 +2582,17 @@ def normuon_float16_no_matrix_small(
     one_minus_adamw_lr_times_weight_decay: tl.float32, one_minus_adamw_betas_0_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """normuon: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            normuon_float16_no_matrix_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, exp_avg_sq_ptr, where, live, number, adamw_betas_0,
-                adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                normuon_float16_no_matrix_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
-                    scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            normuon_float16_no_matrix_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
-                scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-            )
+    """normuon: the tiles of one work item."""
+    walk(
+        table, work, normuon_float16_no_matrix_small_tile, SWEEP, (adamw_betas_0, adamw_betas_1, scalar_0,
+        scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+        one_minus_adamw_betas_0_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, numbered, opaque, pointer, put, reciprocal, rotl,
-    rounded, term, widened,
+    apart, block_magnitude, byte, counter, get, joined, pointer, put, reciprocal, rotl, rounded, term,
+    widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -31,42 +32,17 @@ def novograd_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g, at, live, MASKED)
+    return term(g, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None),), parts=2, sums=(("square", (7,)),)),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """novograd: the tiles of one work item."""
+    walk(table, work, novograd_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -168,110 +144,26 @@ def novograd_float32_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (6, tl.float32, "one")),
+        block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = (tl.load(row + 16) + 63) // 64 * 64
-    begin = tl.load(row + 14) * pace + tl.load(row + 15) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            novograd_float32_3_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where,
-                block, live, live_block, number, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_float32_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale,
-                    minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            novograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_float32_3_tile, SWEEP, (beta1, weight_decay, grad_scale, minus_lr), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def novograd_float32_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(19, 10, ((1, None),), parts=2, sums=(("square", (6,)),)),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """novograd: the tiles of one work item."""
+    walk(table, work, novograd_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -321,40 +213,15 @@ def novograd_float32_small_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            novograd_float32_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        novograd_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-            beta1, weight_decay, grad_scale, minus_lr, True,
-        )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_float32_small_3_tile, SWEEP, (beta1, weight_decay, grad_scale, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -364,42 +231,17 @@ def novograd_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(21, 12, ((1, None),), parts=2, sums=(("square", (8,)),)),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """novograd: the tiles of one work item."""
+    walk(table, work, novograd_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -480,115 +322,26 @@ def novograd_bfloat16_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            novograd_bfloat16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live, live_block, number, beta1, weight_decay,
-                grad_scale, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_bfloat16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            novograd_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr, step_key,
-                stream_key, True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_bfloat16_3_tile, SWEEP, (beta1, weight_decay, grad_scale, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def novograd_bfloat16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None),), parts=2, sums=(("square", (7,)),)),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """novograd: the tiles of one work item."""
+    walk(table, work, novograd_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -631,63 +384,16 @@ def novograd_bfloat16_small_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            novograd_bfloat16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number,
-                beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_bfloat16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            novograd_bfloat16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1, weight_decay,
-                grad_scale, minus_lr, step_key, stream_key, True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_bfloat16_small_3_tile, SWEEP, (beta1, weight_decay, grad_scale, minus_lr),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -697,42 +403,17 @@ def novograd_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast, at, live, MASKED)
+    return term(g_cast, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(21, 12, ((1, None),), parts=2, sums=(("square", (8,)),)),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 12)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """novograd: the tiles of one work item."""
+    walk(table, work, novograd_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -808,115 +489,26 @@ def novograd_float16_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            novograd_float16_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live, live_block, number, beta1, weight_decay,
-                grad_scale, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_float16_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            novograd_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr, step_key,
-                stream_key, True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_float16_3_tile, SWEEP, (beta1, weight_decay, grad_scale, minus_lr), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def novograd_float16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None),), parts=2, sums=(("square", (7,)),)),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """novograd: the tiles of one work item."""
+    walk(table, work, novograd_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -975,63 +567,16 @@ def novograd_float16_small_3(
     table, work, beta1: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            novograd_float16_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number,
-                beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_float16_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
-                    stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            novograd_float16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1, weight_decay,
-                grad_scale, minus_lr, step_key, stream_key, True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_float16_small_3_tile, SWEEP, (beta1, weight_decay, grad_scale, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1086,78 +631,16 @@ def novograd_float32_grad_averaging_3(
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (6, tl.float32, "one")),
+        block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = (tl.load(row + 16) + 63) // 64 * 64
-    begin = tl.load(row + 14) * pace + tl.load(row + 15) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            novograd_float32_grad_averaging_3_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where,
-                block, live, live_block, number, beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_float32_grad_averaging_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
-                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            novograd_float32_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_float32_grad_averaging_3_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale,
+        one_minus_beta1_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1187,41 +670,16 @@ def novograd_float32_grad_averaging_small_3(
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        19, 10, ((0, tl.float32), (1, None), (2, tl.float32), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 10)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            novograd_float32_grad_averaging_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        novograd_float32_grad_averaging_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
-        )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_float32_grad_averaging_small_3_tile, SWEEP, (beta1,
+        one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1283,81 +741,16 @@ def novograd_bfloat16_grad_averaging_3(
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            novograd_bfloat16_grad_averaging_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live, live_block, number, beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_bfloat16_grad_averaging_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            novograd_bfloat16_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_bfloat16_grad_averaging_3_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale,
+        one_minus_beta1_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1402,65 +795,17 @@ def novograd_bfloat16_grad_averaging_small_3(
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            novograd_bfloat16_grad_averaging_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number,
-                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_bfloat16_grad_averaging_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            novograd_bfloat16_grad_averaging_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_bfloat16_grad_averaging_small_3_tile, SWEEP, (beta1,
+        one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1538,81 +883,16 @@ def novograd_float16_grad_averaging_3(
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        21, 12, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    stream_key = tl.load(row + 14).to(tl.int32)
-    pace = (tl.load(row + 17) + 63) // 64 * 64
-    begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            novograd_float16_grad_averaging_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, block, live, live_block, number, beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_float16_grad_averaging_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            novograd_float16_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_float16_grad_averaging_3_tile, SWEEP, (beta1, one_minus_beta1_times_grad_scale,
+        one_minus_beta1_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1673,65 +953,17 @@ def novograd_float16_grad_averaging_small_3(
     one_minus_beta1_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (6, tl.float32, "one")), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 11)
-    stream_key = tl.load(row + 13).to(tl.int32)
-    pace = tl.load(row + 16)
-    begin = tl.load(row + 14) * pace + tl.load(row + 15)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 12)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            novograd_float16_grad_averaging_small_3_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, where, live, number,
-                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                novograd_float16_grad_averaging_small_3_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            novograd_float16_grad_averaging_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                True,
-            )
+    """novograd: the tiles of one work item."""
+    walk(
+        table, work, novograd_float16_grad_averaging_small_3_tile, SWEEP, (beta1,
+        one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

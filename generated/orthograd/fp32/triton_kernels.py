@@ -15,7 +15,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -32,53 +33,13 @@ def orthograd_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
 def orthograd_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.float32), (1, None)), parts=2,
+        sums=(("square", (10,)), ("product", (11,)), ("square", (12,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 17)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(table, work, orthograd_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -147,49 +108,22 @@ def orthograd_float32_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MAS
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     # -- encode and store
-    return term(tangent, at, live, MASKED)
+    return term(tangent, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.float32), (1, None), (5, tl.float32, "one")), parts=2, sums=(("square", (13,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 5, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 17)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -261,39 +195,15 @@ def orthograd_float32_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.float32), (1, None), (9, tl.float32, "one"), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    stretch_ptr = pointer(row + 9, tl.float32, ALIGNED)               # float32 [1]  read
-    radial_ptr = pointer(row + 5, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_float32_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at, weight_decay,
-                grad_scale, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_float32_5_tile(
-            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
-            True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -312,53 +222,13 @@ def orthograd_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
 def orthograd_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.bfloat16), (1, None)), parts=2,
+        sums=(("square", (10,)), ("product", (11,)), ("square", (12,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 17)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(table, work, orthograd_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -373,49 +243,22 @@ def orthograd_bfloat16_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MA
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     # -- encode and store
-    return term(tangent, at, live, MASKED)
+    return term(tangent, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.bfloat16), (1, None), (5, tl.float32, "one")), parts=2, sums=(("square", (13,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 5, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 17)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -446,39 +289,15 @@ def orthograd_bfloat16_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.bfloat16), (1, None), (9, tl.float32, "one"), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    stretch_ptr = pointer(row + 9, tl.float32, ALIGNED)               # float32 [1]  read
-    radial_ptr = pointer(row + 5, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_bfloat16_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at, weight_decay,
-                grad_scale, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_bfloat16_5_tile(
-            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
-            True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -497,53 +316,13 @@ def orthograd_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
 def orthograd_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.float16), (1, None)), parts=2,
+        sums=(("square", (10,)), ("product", (11,)), ("square", (12,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 17)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(table, work, orthograd_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -558,49 +337,22 @@ def orthograd_float16_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MAS
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     # -- encode and store
-    return term(tangent, at, live, MASKED)
+    return term(tangent, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.float16), (1, None), (5, tl.float32, "one")), parts=2, sums=(("square", (13,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 5, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 17)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -629,92 +381,31 @@ def orthograd_float16_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.float16), (1, None), (9, tl.float32, "one"), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    stretch_ptr = pointer(row + 9, tl.float32, ALIGNED)               # float32 [1]  read
-    radial_ptr = pointer(row + 5, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_float16_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at, weight_decay,
-                grad_scale, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_float16_5_tile(
-            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
-            True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float32), (1, None)), parts=2,
+        sums=(("square", (11,)), ("product", (12,)), ("square", (13,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -745,42 +436,15 @@ def orthograd_float32_has_momentum_2(
 def orthograd_float32_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float32), (1, None), (6, tl.float32, "one")), parts=2, sums=(("square", (14,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -835,139 +499,49 @@ def orthograd_float32_has_momentum_5(
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
     lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float32), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_float32_has_momentum_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                lr_times_where_lt_one_t_one_minus_dampening_one, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_float32_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.bfloat16), (1, None)), parts=2,
+        sums=(("square", (11,)), ("product", (12,)), ("square", (13,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.bfloat16), (1, None), (6, tl.float32, "one")), parts=2, sums=(("square", (14,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1006,139 +580,49 @@ def orthograd_bfloat16_has_momentum_5(
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
     lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.bfloat16), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_bfloat16_has_momentum_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                lr_times_where_lt_one_t_one_minus_dampening_one, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_bfloat16_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float16), (1, None)), parts=2,
+        sums=(("square", (11,)), ("product", (12,)), ("square", (13,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float16), (1, None), (6, tl.float32, "one")), parts=2, sums=(("square", (14,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1175,44 +659,18 @@ def orthograd_float16_has_momentum_5(
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
     lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float16), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_float16_has_momentum_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                lr_times_where_lt_one_t_one_minus_dampening_one, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_float16_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1249,44 +707,18 @@ def orthograd_float32_nesterov_has_momentum_5(
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float32), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_float32_nesterov_has_momentum_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_float32_nesterov_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_nesterov_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -1326,44 +758,18 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.bfloat16), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_bfloat16_nesterov_has_momentum_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_bfloat16_nesterov_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_nesterov_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -1401,44 +807,18 @@ def orthograd_float16_nesterov_has_momentum_5(
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float16), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_float16_nesterov_has_momentum_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_float16_nesterov_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_nesterov_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, minus, numbered, opaque, pointer, put, reciprocal,
-    rotl, rounded, term, widened,
+    apart, block_magnitude, byte, counter, get, joined, minus, pointer, put, reciprocal, rotl, rounded, term,
+    widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -35,53 +36,13 @@ def orthograd_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
 def orthograd_float32_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.float32), (1, None)), parts=2,
+        sums=(("square", (10,)), ("product", (11,)), ("square", (12,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 17)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(table, work, orthograd_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -150,49 +111,22 @@ def orthograd_float32_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MAS
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     # -- encode and store
-    return term(tangent, at, live, MASKED)
+    return term(tangent, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.float32), (1, None), (5, tl.float32, "one")), parts=2, sums=(("square", (13,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 5, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 17)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -264,39 +198,15 @@ def orthograd_float32_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        26, 17, ((0, tl.float32), (1, None), (9, tl.float32, "one"), (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    stretch_ptr = pointer(row + 9, tl.float32, ALIGNED)               # float32 [1]  read
-    radial_ptr = pointer(row + 5, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 17)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_float32_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at, weight_decay,
-                grad_scale, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_float32_5_tile(
-            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
-            True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -317,56 +227,13 @@ def orthograd_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl
 def orthograd_bfloat16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.bfloat16), (1, None), (2, tl.uint8)), parts=2,
+        sums=(("square", (11,)), ("product", (12,)), ("square", (13,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(table, work, orthograd_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -409,52 +276,23 @@ def orthograd_bfloat16_3_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     # -- encode and store
-    return term(tangent, at, live, MASKED)
+    return term(tangent, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (6, tl.float32, "one")), parts=2,
+        sums=(("square", (14,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -515,60 +353,16 @@ def orthograd_bfloat16_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 19)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            orthograd_bfloat16_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, stretch_ptr, radial_ptr, where, live, number, weight_decay, grad_scale,
-                minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_bfloat16_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, stretch_ptr,
-                    radial_ptr, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            orthograd_bfloat16_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                numbered(before + start, few), weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -596,56 +390,13 @@ def orthograd_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.
 def orthograd_float16_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float16), (1, None), (2, tl.uint8)), parts=2,
+        sums=(("square", (11,)), ("product", (12,)), ("square", (13,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(table, work, orthograd_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -671,52 +422,23 @@ def orthograd_float16_3_tile(
     # -- update  (specs/orthograd.py)
     tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
     # -- encode and store
-    return term(tangent, at, live, MASKED)
+    return term(tangent, at, live, MASKED),
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float16), (1, None), (2, tl.uint8), (6, tl.float32, "one")), parts=2,
+        sums=(("square", (14,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -774,113 +496,32 @@ def orthograd_float16_5(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float16), (1, None), (2, tl.uint8), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    stream_key = tl.load(row + 20).to(tl.int32)
-    pace = tl.load(row + 23)
-    begin = tl.load(row + 21) * pace + tl.load(row + 22)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 19)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            orthograd_float16_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, stretch_ptr, radial_ptr, where, live, number, weight_decay, grad_scale,
-                minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_float16_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, stretch_ptr,
-                    radial_ptr, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            orthograd_float16_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                numbered(before + start, few), weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_5_tile, SWEEP, (weight_decay, grad_scale, minus_lr), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float32), (1, None)), parts=2,
+        sums=(("square", (12,)), ("product", (13,)), ("square", (14,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -911,42 +552,15 @@ def orthograd_float32_has_momentum_2(
 def orthograd_float32_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float32), (1, None), (7, tl.float32, "one")), parts=2, sums=(("square", (15,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1022,174 +636,48 @@ def orthograd_float32_has_momentum_5(
     where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (11, tl.float32, "one"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    stretch_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = (tl.load(row + 24) + 63) // 64 * 64
-    begin = tl.load(row + 22) * pace + tl.load(row + 23) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            orthograd_float32_has_momentum_5_tile(
-                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, where,
-                block, live, live_block, number, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_float32_has_momentum_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            orthograd_float32_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float32), (1, None)), parts=2,
+        sums=(("square", (11,)), ("product", (12,)), ("square", (13,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float32_has_momentum_small_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float32), (1, None), (6, tl.float32, "one")), parts=2, sums=(("square", (14,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1225,100 +713,34 @@ def orthograd_float32_has_momentum_small_5(
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
     lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float32), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_float32_has_momentum_small_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                lr_times_where_lt_one_t_one_minus_dampening_one, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_float32_has_momentum_small_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.bfloat16), (1, None), (2, tl.uint8)), parts=2,
+        sums=(("square", (13,)), ("product", (14,)), ("square", (15,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 20)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -1349,45 +771,16 @@ def orthograd_bfloat16_has_momentum_2(
 def orthograd_bfloat16_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (8, tl.float32, "one")), parts=2,
+        sums=(("square", (16,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 20)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1470,184 +863,50 @@ def orthograd_bfloat16_has_momentum_5(
     where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (12, tl.float32, "one"), (8, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    stretch_ptr = pointer(row + 12, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = (tl.load(row + 25) + 63) // 64 * 64
-    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            orthograd_bfloat16_has_momentum_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
-                radial_ptr, where, block, live, live_block, number, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_bfloat16_has_momentum_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            orthograd_bfloat16_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.bfloat16), (1, None), (2, tl.uint8)), parts=2,
+        sums=(("square", (12,)), ("product", (13,)), ("square", (14,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_bfloat16_has_momentum_small_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (7, tl.float32, "one")), parts=2,
+        sums=(("square", (15,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1697,170 +956,50 @@ def orthograd_bfloat16_has_momentum_small_5(
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
     lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (11, tl.float32, "one"),
+        (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 20)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            orthograd_bfloat16_has_momentum_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, where, live, number,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_bfloat16_has_momentum_small_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                    lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            orthograd_bfloat16_has_momentum_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                stream_key, True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.float16), (1, None), (2, tl.uint8)), parts=2,
+        sums=(("square", (13,)), ("product", (14,)), ("square", (15,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 20)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.float16), (1, None), (2, tl.uint8), (8, tl.float32, "one")), parts=2,
+        sums=(("square", (16,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 20)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1940,184 +1079,50 @@ def orthograd_float16_has_momentum_5(
     where_lt_one_t_one_minus_dampening_one: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (12, tl.float32, "one"), (8, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    stretch_ptr = pointer(row + 12, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = (tl.load(row + 25) + 63) // 64 * 64
-    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            orthograd_float16_has_momentum_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
-                radial_ptr, where, block, live, live_block, number, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_float16_has_momentum_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            orthograd_float16_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_has_momentum_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float16), (1, None), (2, tl.uint8)), parts=2,
+        sums=(("square", (12,)), ("product", (13,)), ("square", (14,))),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_1_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def orthograd_float16_has_momentum_small_3(
     table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float16), (1, None), (2, tl.uint8), (7, tl.float32, "one")), parts=2,
+        sums=(("square", (15,)),),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_3_tile, SWEEP, (grad_scale,), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2183,69 +1188,18 @@ def orthograd_float16_has_momentum_small_5(
     where_lt_one_t_one_minus_dampening_one: tl.float32, lr_times_where_lt_one_t_momentum_zero: tl.float32,
     lr_times_where_lt_one_t_one_minus_dampening_one: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (11, tl.float32, "one"),
+        (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 20)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            orthograd_float16_has_momentum_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, where, live, number,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_float16_has_momentum_small_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                    lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            orthograd_float16_has_momentum_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                stream_key, True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2304,80 +1258,17 @@ def orthograd_float32_nesterov_has_momentum_5(
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (11, tl.float32, "one"),
+        (7, tl.float32, "one")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    stretch_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = (tl.load(row + 24) + 63) // 64 * 64
-    begin = tl.load(row + 22) * pace + tl.load(row + 23) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            orthograd_float32_nesterov_has_momentum_5_tile(
-                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr, radial_ptr, where,
-                block, live, live_block, number, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_float32_nesterov_has_momentum_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            orthograd_float32_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_nesterov_has_momentum_5_tile, SWEEP, (momentum, weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2414,44 +1305,18 @@ def orthograd_float32_nesterov_has_momentum_small_5(
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        27, 18, ((0, tl.float32), (1, None), (2, tl.float32), (10, tl.float32, "one"), (6, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 10, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            orthograd_float32_nesterov_has_momentum_small_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
-                stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        orthograd_float32_nesterov_has_momentum_small_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float32_nesterov_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -2517,84 +1382,18 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (12, tl.float32, "one"), (8, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    stretch_ptr = pointer(row + 12, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = (tl.load(row + 25) + 63) // 64 * 64
-    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            orthograd_bfloat16_nesterov_has_momentum_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
-                radial_ptr, where, block, live, live_block, number, momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_bfloat16_nesterov_has_momentum_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            orthograd_bfloat16_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_nesterov_has_momentum_5_tile, SWEEP, (momentum, weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2646,67 +1445,18 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (11, tl.float32, "one"),
+        (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 20)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, where, live, number,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_bfloat16_nesterov_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -2788,84 +1538,18 @@ def orthograd_float16_nesterov_has_momentum_5(
     where_lt_one_t_momentum_zero: tl.float32, where_lt_one_t_one_minus_dampening_one: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        29, 20, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (12, tl.float32, "one"), (8, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    stretch_ptr = pointer(row + 12, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    stream_key = tl.load(row + 22).to(tl.int32)
-    pace = (tl.load(row + 25) + 63) // 64 * 64
-    begin = tl.load(row + 23) * pace + tl.load(row + 24) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            orthograd_float16_nesterov_has_momentum_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, stretch_ptr,
-                radial_ptr, where, block, live, live_block, number, momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_float16_nesterov_has_momentum_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            orthograd_float16_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
-                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_nesterov_has_momentum_5_tile, SWEEP, (momentum, weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2933,67 +1617,18 @@ def orthograd_float16_nesterov_has_momentum_small_5(
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        28, 19, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (11, tl.float32, "one"),
+        (7, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    stretch_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [1]  read
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    stream_key = tl.load(row + 21).to(tl.int32)
-    pace = tl.load(row + 24)
-    begin = tl.load(row + 22) * pace + tl.load(row + 23)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 20)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            orthograd_float16_nesterov_has_momentum_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, where, live, number,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                orthograd_float16_nesterov_has_momentum_small_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            orthograd_float16_nesterov_has_momentum_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
-            )
+    """orthograd: the tiles of one work item."""
+    walk(
+        table, work, orthograd_float16_nesterov_has_momentum_small_5_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -29,7 +29,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -112,54 +113,16 @@ def prodigy_float32_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, lr, grad_scale, moves, keep3, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
-            grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -309,49 +272,17 @@ def prodigy_float32_5(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one"),
+        (11, tl.float32, "one"), (10, tl.float32, "one"), (9, tl.float32, "one"), (19, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 10, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 19, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 25)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            prodigy_float32_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        prodigy_float32_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-            d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
-        )
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -409,54 +340,16 @@ def prodigy_bfloat16_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.bfloat16), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")),
+        parts=2, sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, lr, grad_scale, moves, keep3, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
-            grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -501,49 +394,17 @@ def prodigy_bfloat16_5(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one"),
+        (11, tl.float32, "one"), (10, tl.float32, "one"), (9, tl.float32, "one"), (19, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 10, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 19, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 25)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            prodigy_bfloat16_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        prodigy_bfloat16_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-            d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
-        )
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -574,54 +435,16 @@ def prodigy_float16_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float16), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, lr, grad_scale, moves, keep3, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
-            grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -664,49 +487,17 @@ def prodigy_float16_5(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one"),
+        (11, tl.float32, "one"), (10, tl.float32, "one"), (9, tl.float32, "one"), (19, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 10, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 19, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 25)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            prodigy_float16_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        prodigy_float16_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-            d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
-        )
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -790,55 +581,16 @@ def prodigy_float32_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, lr, grad_scale, moves, keep3,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-            lr, grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -869,55 +621,16 @@ def prodigy_bfloat16_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.bfloat16), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")),
+        parts=2, sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, lr, grad_scale, moves, keep3,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-            lr, grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -948,55 +661,16 @@ def prodigy_float16_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float16), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, lr, grad_scale, moves, keep3,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-            lr, grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1079,54 +753,16 @@ def prodigy_float32_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, moves, keep3, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
-            grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1157,54 +793,16 @@ def prodigy_bfloat16_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.bfloat16), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")),
+        parts=2, sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, moves, keep3, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
-            grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1235,54 +833,16 @@ def prodigy_float16_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float16), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, moves, keep3, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
-            grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1366,55 +926,16 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, grad_scale, moves, keep3, own,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-            grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves,
+        keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1445,55 +966,16 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.bfloat16), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")),
+        parts=2, sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, grad_scale, moves, keep3, own,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-            grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves,
+        keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1524,55 +1006,16 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float16), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, grad_scale, moves, keep3, own,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-            grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves,
+        keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

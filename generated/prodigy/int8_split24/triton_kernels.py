@@ -32,9 +32,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, pointer, put,
+    reciprocal, rotl, rounded, term, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -203,108 +204,18 @@ def prodigy_float32_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        36, 27, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32), (9, tl.float32, "one"),
+        (16, tl.float32, "one"), (14, tl.float32, "one")), block=64, parts=4, counted=True,
+        keys=("step", "stream"), sums=(("sum", (22,)), ("sum", (23,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
-    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    stream_key = tl.load(row + 29).to(tl.int32)
-    pace = (tl.load(row + 32) + 63) // 64 * 64
-    begin = tl.load(row + 30) * pace + tl.load(row + 31) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                where, block, live, live_block, number, lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
-                stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
-                    d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
-                    stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_2_tile, SWEEP, (lr, grad_scale, moves, keep1, gain2, keep2, keep3),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -456,73 +367,13 @@ def prodigy_float32_5_tile(
 def prodigy_float32_5(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        36, 27, ((0, tl.float32), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8), (5, tl.int16, "block"),
+        (13, tl.float32, "one"), (12, tl.float32, "one"), (21, tl.float32, "one")), block=64, parts=2,
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 12, tl.float32, ALIGNED)                 # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 21, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            prodigy_float32_5_tile(
-                p_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, d_2_times_eps_ptr, where, block, live, live_block, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            start = opaque(pair) * (2 * TILE)
-            for odd in tl.static_range(2):
-                prodigy_float32_5_tile(
-                    p_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, d_2_times_eps_ptr, at, at_block, at, at_block, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            prodigy_float32_5_tile(
-                p_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                True,
-            )
+    """prodigy: the tiles of one work item."""
+    walk(table, work, prodigy_float32_5_tile, SWEEP, (), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE)
 
 
 @triton.jit
@@ -605,54 +456,16 @@ def prodigy_float32_small_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, lr, grad_scale, moves, keep3, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
-            grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_small_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -780,49 +593,17 @@ def prodigy_float32_small_5(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one"),
+        (11, tl.float32, "one"), (10, tl.float32, "one"), (9, tl.float32, "one"), (19, tl.float32, "one")),
+        parts=2,
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 6, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 10, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 19, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 25)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            prodigy_float32_small_5_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        prodigy_float32_small_5_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-            d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
-        )
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_small_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -929,94 +710,17 @@ def prodigy_bfloat16_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (7, tl.uint8), (8, tl.int16, "block"),
+        (9, tl.float32), (17, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (24,)), ("sum", (25,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block,
-                live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key, stream_key,
-                True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1168,91 +872,18 @@ def prodigy_bfloat16_5(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"),
+        (5, tl.uint8), (6, tl.int16, "block"), (10, tl.float32, "one"), (15, tl.float32, "one"),
+        (14, tl.float32, "one"), (13, tl.float32, "one"), (23, tl.float32, "one")), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 14, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 23, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            prodigy_bfloat16_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, block, live, live_block, number,
-                grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                prodigy_bfloat16_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
-                    moves, keep1, gain2, keep2, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            prodigy_bfloat16_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
-            )
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1323,57 +954,16 @@ def prodigy_bfloat16_small_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (5, tl.float32), (6, tl.float32),
+        (14, tl.float32, "one")), parts=2, sums=(("sum", (21,)), ("sum", (22,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 26)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, lr,
-                grad_scale, moves, keep3, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_rate_ptr, few, live, lr, grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_small_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1473,72 +1063,17 @@ def prodigy_bfloat16_small_5(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (7, tl.float32, "one"), (12, tl.float32, "one"), (11, tl.float32, "one"), (10, tl.float32, "one"),
+        (20, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 26)
-    stream_key = tl.load(row + 28).to(tl.int32)
-    pace = tl.load(row + 31)
-    begin = tl.load(row + 29) * pace + tl.load(row + 30)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 27)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            prodigy_bfloat16_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, grad_scale,
-                moves, keep1, gain2, keep2, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                prodigy_bfloat16_small_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, numbered(before + start + odd * TILE, at), grad_scale, moves, keep1, gain2,
-                    keep2, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            prodigy_bfloat16_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, few, live, numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2,
-                step_key, stream_key, True,
-            )
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_small_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1615,94 +1150,17 @@ def prodigy_float16_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (7, tl.uint8), (8, tl.int16, "block"),
+        (9, tl.float32), (17, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (24,)), ("sum", (25,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block,
-                live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key, stream_key,
-                True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1826,91 +1284,18 @@ def prodigy_float16_5(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block"), (10, tl.float32, "one"), (15, tl.float32, "one"), (14, tl.float32, "one"),
+        (13, tl.float32, "one"), (23, tl.float32, "one")), block=64, parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    d_ptr = pointer(row + 10, tl.float32, ALIGNED)                    # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 14, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 23, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            prodigy_float16_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr,
-                exp_avg_sq_range_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr,
-                one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, block, live, live_block, number,
-                grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                prodigy_float16_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_codes_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    exp_avg_sq_codes_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    d_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
-                    moves, keep1, gain2, keep2, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            prodigy_float16_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_codes_ptr + start,
-                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_codes_ptr + start,
-                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
-            )
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1950,57 +1335,16 @@ def prodigy_float16_small_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.float16), (1, None), (2, tl.uint8), (5, tl.float32), (6, tl.float32),
+        (14, tl.float32, "one")), parts=2, sums=(("sum", (21,)), ("sum", (22,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 26)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, lr,
-                grad_scale, moves, keep3, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_rate_ptr, few, live, lr, grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_small_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2072,72 +1416,17 @@ def prodigy_float16_small_5(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32),
+        (7, tl.float32, "one"), (12, tl.float32, "one"), (11, tl.float32, "one"), (10, tl.float32, "one"),
+        (20, tl.float32, "one")), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    d_ptr = pointer(row + 7, tl.float32, ALIGNED)                     # float32 [1]  read
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 11, tl.float32, ALIGNED)                 # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
-    d_2_times_eps_ptr = pointer(row + 20, tl.float32, ALIGNED)        # float32 [1]  read
-    numel = tl.load(row + 26)
-    stream_key = tl.load(row + 28).to(tl.int32)
-    pace = tl.load(row + 31)
-    begin = tl.load(row + 29) * pace + tl.load(row + 30)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 27)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            prodigy_float16_small_5_tile(
-                p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, where, live, number, grad_scale,
-                moves, keep1, gain2, keep2, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        exp_avg_ptr += origin
-        exp_avg_sq_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                prodigy_float16_small_5_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, numbered(before + start + odd * TILE, at), grad_scale, moves, keep1, gain2,
-                    keep2, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            prodigy_float16_small_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, few, live, numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2,
-                step_key, stream_key, True,
-            )
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_small_5_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2307,108 +1596,18 @@ def prodigy_float32_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        36, 27, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32), (9, tl.float32, "one"),
+        (16, tl.float32, "one"), (14, tl.float32, "one")), block=64, parts=4, counted=True,
+        keys=("step", "stream"), sums=(("sum", (22,)), ("sum", (23,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
-    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    stream_key = tl.load(row + 29).to(tl.int32)
-    pace = (tl.load(row + 32) + 63) // 64 * 64
-    begin = tl.load(row + 30) * pace + tl.load(row + 31) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr,
-                one_times_one_minus_beta1_times_d_ptr, where, block, live, live_block, number, lr, grad_scale, moves,
-                keep1, gain2, keep2, keep3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
-                    d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
-                    stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_times_one_ptr,
-                one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep1, gain2, keep2,
+        keep3), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2492,55 +1691,16 @@ def prodigy_float32_safeguard_warmup_small_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, lr, grad_scale, moves, keep3,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-            lr, grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_safeguard_warmup_small_2_tile, SWEEP, (lr, grad_scale, moves, keep3),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2622,94 +1782,17 @@ def prodigy_bfloat16_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (7, tl.uint8), (8, tl.int16, "block"),
+        (9, tl.float32), (17, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (24,)), ("sum", (25,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where,
-                block, live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
-                few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
-                stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2767,57 +1850,16 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (5, tl.float32), (6, tl.float32),
+        (14, tl.float32, "one")), parts=2, sums=(("sum", (21,)), ("sum", (22,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 26)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, lr,
-                grad_scale, moves, keep3, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_d_times_one_ptr, few, live, lr, grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_safeguard_warmup_small_2_tile, SWEEP, (lr, grad_scale, moves, keep3),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2881,94 +1923,17 @@ def prodigy_float16_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (7, tl.uint8), (8, tl.int16, "block"),
+        (9, tl.float32), (17, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (24,)), ("sum", (25,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where,
-                block, live, live_block, number, lr, grad_scale, moves, keep3, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
-                few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
-                stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_safeguard_warmup_2_tile, SWEEP, (lr, grad_scale, moves, keep3), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3008,57 +1973,16 @@ def prodigy_float16_safeguard_warmup_small_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.float16), (1, None), (2, tl.uint8), (5, tl.float32), (6, tl.float32),
+        (14, tl.float32, "one")), parts=2, sums=(("sum", (21,)), ("sum", (22,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 26)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, lr,
-                grad_scale, moves, keep3, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_d_times_one_ptr, few, live, lr, grad_scale, moves, keep3, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_safeguard_warmup_small_2_tile, SWEEP, (lr, grad_scale, moves, keep3),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3227,108 +2151,18 @@ def prodigy_float32_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        36, 27, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32), (9, tl.float32, "one"),
+        (16, tl.float32, "one"), (14, tl.float32, "one")), block=64, parts=4, counted=True,
+        keys=("step", "stream"), sums=(("sum", (22,)), ("sum", (23,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
-    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    stream_key = tl.load(row + 29).to(tl.int32)
-    pace = (tl.load(row + 32) + 63) // 64 * 64
-    begin = tl.load(row + 30) * pace + tl.load(row + 31) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                where, block, live, live_block, number, grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
-                stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
-                    d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
-                    stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep1, gain2, keep2,
+        keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3411,54 +2245,16 @@ def prodigy_float32_use_bias_correction_small_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale, moves, keep3, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_small_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
-            grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_use_bias_correction_small_2_tile, SWEEP, (grad_scale, moves, keep3, own),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3538,94 +2334,17 @@ def prodigy_bfloat16_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (7, tl.uint8), (8, tl.int16, "block"),
+        (9, tl.float32), (17, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (24,)), ("sum", (25,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block,
-                live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key, stream_key,
-                True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3682,57 +2401,16 @@ def prodigy_bfloat16_use_bias_correction_small_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (5, tl.float32), (6, tl.float32),
+        (14, tl.float32, "one")), parts=2, sums=(("sum", (21,)), ("sum", (22,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 26)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale,
-                moves, keep3, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_small_2_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_rate_ptr, few, live, grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_use_bias_correction_small_2_tile, SWEEP, (grad_scale, moves, keep3, own),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3795,94 +2473,17 @@ def prodigy_float16_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (7, tl.uint8), (8, tl.int16, "block"),
+        (9, tl.float32), (17, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (24,)), ("sum", (25,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block,
-                live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
-                live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key, stream_key,
-                True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_use_bias_correction_2_tile, SWEEP, (grad_scale, moves, keep3, own),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3922,57 +2523,16 @@ def prodigy_float16_use_bias_correction_small_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.float16), (1, None), (2, tl.uint8), (5, tl.float32), (6, tl.float32),
+        (14, tl.float32, "one")), parts=2, sums=(("sum", (21,)), ("sum", (22,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 26)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at, grad_scale,
-                moves, keep3, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_small_2_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_rate_ptr, few, live, grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_use_bias_correction_small_2_tile, SWEEP, (grad_scale, moves, keep3, own),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4142,108 +2702,18 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        36, 27, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block"), (6, tl.uint8), (7, tl.int16, "block"), (8, tl.float32), (9, tl.float32, "one"),
+        (16, tl.float32, "one"), (14, tl.float32, "one")), block=64, parts=4, counted=True,
+        keys=("step", "stream"), sums=(("sum", (22,)), ("sum", (23,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 36 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)           # uint8 [n]  read and written
-    exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
-    exp_avg_sq_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)        # uint8 [n]  read and written
-    exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    s_codes_ptr = pointer(row + 6, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
-    d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [1]  read
-    one_times_one_minus_beta1_times_d_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    stream_key = tl.load(row + 29).to(tl.int32)
-    pace = (tl.load(row + 32) + 63) // 64 * 64
-    begin = tl.load(row + 30) * pace + tl.load(row + 31) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, exp_avg_codes_ptr, exp_avg_scale_ptr, exp_avg_sq_codes_ptr, exp_avg_sq_range_ptr,
-                s_codes_ptr, s_scale_ptr, p0_ptr, d_ptr, d_over_d0_times_d_times_one_ptr,
-                one_times_one_minus_beta1_times_d_ptr, where, block, live, live_block, number, grad_scale, moves, keep1,
-                gain2, keep2, keep3, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        exp_avg_codes_ptr += origin
-        exp_avg_scale_ptr += first * BLOCKS
-        exp_avg_sq_codes_ptr += origin
-        exp_avg_sq_range_ptr += first * BLOCKS
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_codes_ptr + start + odd * TILE,
-                    exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_codes_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_codes_ptr + start + odd * TILE,
-                    s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
-                    d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
-                    stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_codes_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
-                exp_avg_sq_codes_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_times_one_ptr,
-                one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves,
+        keep1, gain2, keep2, keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4327,55 +2797,16 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        34, 25, ((0, tl.float32), (1, None), (4, tl.float32), (5, tl.float32), (13, tl.float32, "one")), parts=2,
+        sums=(("sum", (20,)), ("sum", (21,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 25)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
-                p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at, grad_scale, moves, keep3, own,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_small_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-            grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float32_use_bias_correction_safeguard_warmup_small_2_tile, SWEEP, (grad_scale,
+        moves, keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4457,94 +2888,17 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (7, tl.uint8), (8, tl.int16, "block"),
+        (9, tl.float32), (17, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (24,)), ("sum", (25,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where,
-                block, live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
-                few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
-                stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves,
+        keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4602,57 +2956,16 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (5, tl.float32), (6, tl.float32),
+        (14, tl.float32, "one")), parts=2, sums=(("sum", (21,)), ("sum", (22,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 26)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at,
-                grad_scale, moves, keep3, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_d_times_one_ptr, few, live, grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2_tile, SWEEP, (grad_scale,
+        moves, keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4716,94 +3029,17 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 512,
+    SWEEP: tl.constexpr = Sweep(
+        38, 29, ((0, tl.float16), (1, None), (2, tl.uint8), (7, tl.uint8), (8, tl.int16, "block"),
+        (9, tl.float32), (17, tl.float32, "one")), block=64, parts=4, counted=True, keys=("step", "stream"),
+        sums=(("sum", (24,)), ("sum", (25,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 38 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_codes_ptr = pointer(row + 7, tl.uint8, ALIGNED)                 # uint8 [n]  read and written
-    s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    stream_key = tl.load(row + 31).to(tl.int32)
-    pace = (tl.load(row + 34) + 63) // 64 * 64
-    begin = tl.load(row + 32) * pace + tl.load(row + 33) // 64 * 64
-    tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 3) // 4
-    LESS: tl.constexpr = FEW * 64
-    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr, g_ptr, weight_low_ptr, s_codes_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_times_one_ptr, where,
-                block, live, live_block, number, grad_scale, moves, keep3, own, step_key, stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        s_codes_ptr += origin
-        s_scale_ptr += first * BLOCKS
-        p0_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    s_codes_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
-                )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_codes_ptr + start,
-                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
-                few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
-                stream_key, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_use_bias_correction_safeguard_warmup_2_tile, SWEEP, (grad_scale, moves,
+        keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -4843,57 +3079,16 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        35, 26, ((0, tl.float16), (1, None), (2, tl.uint8), (5, tl.float32), (6, tl.float32),
+        (14, tl.float32, "one")), parts=2, sums=(("sum", (21,)), ("sum", (22,))),
+    ),
 ):
-    """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 35 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
-    tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
-    d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
-    numel = tl.load(row + 26)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    s_ptr += origin
-    p0_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_small_2_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                s_ptr + start + odd * TILE, p0_ptr + start + odd * TILE, d_over_d0_times_d_times_one_ptr, at, at,
-                grad_scale, moves, keep3, own, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_small_2_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_d_times_one_ptr, few, live, grad_scale, moves, keep3, own, True,
-        )
-        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    """prodigy: the tiles of one work item."""
+    walk(
+        table, work, prodigy_float16_use_bias_correction_safeguard_warmup_small_2_tile, SWEEP, (grad_scale,
+        moves, keep3, own), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -17,7 +17,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, widened
+from optgen.runtime.triton_prelude import get, minus, put, reciprocal, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -47,39 +48,13 @@ def rmsprop_float32(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
-                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_float32_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -112,39 +87,13 @@ def rmsprop_bfloat16(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
-                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_bfloat16_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -175,39 +124,13 @@ def rmsprop_float16(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
-                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_float16_tile, SWEEP, (alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -241,42 +164,13 @@ def rmsprop_float32_has_momentum(
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_float32_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_float32_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum, grad_scale,
+        one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -313,42 +207,13 @@ def rmsprop_bfloat16_has_momentum(
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_bfloat16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_bfloat16_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum, grad_scale,
+        one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -383,42 +248,13 @@ def rmsprop_float16_has_momentum(
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_float16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_float16_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum, grad_scale,
+        one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -453,42 +289,13 @@ def rmsprop_float32_centered(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    grad_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_float32_centered_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_float32_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_float32_centered_tile, SWEEP, (alpha, eps, weight_decay, grad_scale,
+        one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -526,42 +333,13 @@ def rmsprop_bfloat16_centered(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    grad_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_bfloat16_centered_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_bfloat16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_bfloat16_centered_tile, SWEEP, (alpha, eps, weight_decay, grad_scale,
+        one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -597,42 +375,13 @@ def rmsprop_float16_centered(
     table, work, alpha: tl.float32, eps: tl.float32, weight_decay: tl.float32, grad_scale: tl.float32,
     one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    grad_avg_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_float16_centered_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_float16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_float16_centered_tile, SWEEP, (alpha, eps, weight_decay, grad_scale,
+        one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -671,44 +420,15 @@ def rmsprop_float32_centered_has_momentum(
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    grad_avg_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_float32_centered_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
-                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_float32_centered_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_float32_centered_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum,
+        grad_scale, one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -750,44 +470,15 @@ def rmsprop_bfloat16_centered_has_momentum(
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    grad_avg_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_bfloat16_centered_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
-                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_bfloat16_centered_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_bfloat16_centered_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum,
+        grad_scale, one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -827,44 +518,15 @@ def rmsprop_float16_centered_has_momentum(
     grad_scale: tl.float32, one_minus_alpha: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (4, tl.float32)), parts=2,
+    ),
 ):
-    """rmsprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    square_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read and written
-    grad_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)              # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    square_avg_ptr += origin
-    grad_avg_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rmsprop_float16_centered_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
-                grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
-                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rmsprop_float16_centered_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-        )
+    """rmsprop: the tiles of one work item."""
+    walk(
+        table, work, rmsprop_float16_centered_has_momentum_tile, SWEEP, (alpha, eps, weight_decay, momentum,
+        grad_scale, one_minus_alpha, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

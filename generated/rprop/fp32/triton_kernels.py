@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, sign, widened
+from optgen.runtime.triton_prelude import get, minus, put, sign, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -56,42 +57,13 @@ def rprop_float32(
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
-    step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    prev_ptr += origin
-    step_size_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rprop_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
-                step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rprop_float32_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-        )
+    """rprop: the tiles of one work item."""
+    walk(
+        table, work, rprop_float32_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+        where_lt_one_t_zero_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -132,42 +104,13 @@ def rprop_bfloat16(
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
-    step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    prev_ptr += origin
-    step_size_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rprop_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
-                step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-        )
+    """rprop: the tiles of one work item."""
+    walk(
+        table, work, rprop_bfloat16_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+        where_lt_one_t_zero_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -206,42 +149,13 @@ def rprop_float16(
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
-    step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    prev_ptr += origin
-    step_size_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rprop_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
-                step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rprop_float16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-        )
+    """rprop: the tiles of one work item."""
+    walk(
+        table, work, rprop_float16_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+        where_lt_one_t_zero_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
-    opaque, pointer, put, reciprocal, rotl, sign, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, put,
+    reciprocal, rotl, sign, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -111,81 +112,16 @@ def rprop_float32(
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """rprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    prev_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    prev_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)              # int16 [blocks of 64]  read and written
-    step_size_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)         # uint8 [n]  read and written
-    step_size_range_ptr = pointer(row + 5, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
-    pace = (tl.load(row + 11) + 63) // 64 * 64
-    begin = tl.load(row + 9) * pace + tl.load(row + 10) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            rprop_float32_tile(
-                p_ptr, g_ptr, prev_codes_ptr, prev_scale_ptr, step_size_codes_ptr, step_size_range_ptr, where, block,
-                live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        prev_codes_ptr += origin
-        prev_scale_ptr += first * BLOCKS
-        step_size_codes_ptr += origin
-        step_size_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                rprop_float32_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_codes_ptr + start + odd * TILE,
-                    prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, step_size_codes_ptr + start + odd * TILE,
-                    step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            rprop_float32_tile(
-                p_ptr + start, g_ptr + start, prev_codes_ptr + start, prev_scale_ptr + full * BLOCKS + part * FEW,
-                step_size_codes_ptr + start, step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
-                live_block, numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
+    """rprop: the tiles of one work item."""
+    walk(
+        table, work, rprop_float32_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+        where_lt_one_t_zero_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -222,42 +158,13 @@ def rprop_float32_small(
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """rprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    prev_ptr = pointer(row + 2, tl.float32, ALIGNED)                  # float32 [n]  read and written
-    step_size_ptr = pointer(row + 3, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    prev_ptr += origin
-    step_size_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            rprop_float32_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
-                step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        rprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-        )
+    """rprop: the tiles of one work item."""
+    walk(
+        table, work, rprop_float32_small_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max,
+        grad_scale, where_lt_one_t_zero_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -351,84 +258,16 @@ def rprop_bfloat16(
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """rprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    prev_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    prev_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)              # int16 [blocks of 64]  read and written
-    step_size_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
-    step_size_range_ptr = pointer(row + 6, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            rprop_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, prev_codes_ptr, prev_scale_ptr, step_size_codes_ptr, step_size_range_ptr,
-                where, block, live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        prev_codes_ptr += origin
-        prev_scale_ptr += first * BLOCKS
-        step_size_codes_ptr += origin
-        step_size_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                rprop_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    prev_codes_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    step_size_codes_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min,
-                    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            rprop_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_codes_ptr + start,
-                prev_scale_ptr + full * BLOCKS + part * FEW, step_size_codes_ptr + start,
-                step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
+    """rprop: the tiles of one work item."""
+    walk(
+        table, work, rprop_bfloat16_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+        where_lt_one_t_zero_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -480,64 +319,16 @@ def rprop_bfloat16_small(
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """rprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    prev_ptr = pointer(row + 3, tl.float32, ALIGNED)                  # float32 [n]  read and written
-    step_size_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            rprop_bfloat16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, prev_ptr, step_size_ptr, where, live, number, etaminus, etaplus,
-                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        prev_ptr += origin
-        step_size_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                rprop_bfloat16_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            rprop_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
+    """rprop: the tiles of one work item."""
+    walk(
+        table, work, rprop_bfloat16_small_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max,
+        grad_scale, where_lt_one_t_zero_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -647,84 +438,16 @@ def rprop_float16(
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """rprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    prev_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    prev_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)              # int16 [blocks of 64]  read and written
-    step_size_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)         # uint8 [n]  read and written
-    step_size_range_ptr = pointer(row + 6, tl.int16, ALIGNED)         # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            rprop_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, prev_codes_ptr, prev_scale_ptr, step_size_codes_ptr, step_size_range_ptr,
-                where, block, live, live_block, number, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        prev_codes_ptr += origin
-        prev_scale_ptr += first * BLOCKS
-        step_size_codes_ptr += origin
-        step_size_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                rprop_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    prev_codes_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    step_size_codes_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min,
-                    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            rprop_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_codes_ptr + start,
-                prev_scale_ptr + full * BLOCKS + part * FEW, step_size_codes_ptr + start,
-                step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
+    """rprop: the tiles of one work item."""
+    walk(
+        table, work, rprop_float16_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+        where_lt_one_t_zero_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -792,64 +515,16 @@ def rprop_float16_small(
     step_size_max: tl.float32, grad_scale: tl.float32, where_lt_one_t_zero_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """rprop: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    prev_ptr = pointer(row + 3, tl.float32, ALIGNED)                  # float32 [n]  read and written
-    step_size_ptr = pointer(row + 4, tl.float32, ALIGNED)             # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            rprop_float16_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, prev_ptr, step_size_ptr, where, live, number, etaminus, etaplus,
-                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        prev_ptr += origin
-        step_size_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                rprop_float16_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            rprop_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, True,
-            )
+    """rprop: the tiles of one work item."""
+    walk(
+        table, work, rprop_float16_small_tile, SWEEP, (etaminus, etaplus, step_size_min, step_size_max,
+        grad_scale, where_lt_one_t_zero_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

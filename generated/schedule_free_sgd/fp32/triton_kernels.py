@@ -17,7 +17,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, opaque, pointer, put, widened
+from optgen.runtime.triton_prelude import get, put, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -44,39 +45,13 @@ def schedule_free_sgd_float32(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """schedule_free_sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    z_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    z_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            schedule_free_sgd_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, z_ptr + start + odd * TILE, at, at, weight_decay,
-                grad_scale, c, scalar_1, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        schedule_free_sgd_float32_tile(
-            p_ptr + start, g_ptr + start, z_ptr + start, few, live, weight_decay, grad_scale, c, scalar_1, scalar_2,
-            True,
-        )
+    """schedule_free_sgd: the tiles of one work item."""
+    walk(
+        table, work, schedule_free_sgd_float32_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -106,39 +81,13 @@ def schedule_free_sgd_bfloat16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """schedule_free_sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    z_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    z_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            schedule_free_sgd_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, z_ptr + start + odd * TILE, at, at, weight_decay,
-                grad_scale, c, scalar_1, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        schedule_free_sgd_bfloat16_tile(
-            p_ptr + start, g_ptr + start, z_ptr + start, few, live, weight_decay, grad_scale, c, scalar_1, scalar_2,
-            True,
-        )
+    """schedule_free_sgd: the tiles of one work item."""
+    walk(
+        table, work, schedule_free_sgd_bfloat16_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -166,39 +115,13 @@ def schedule_free_sgd_float16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """schedule_free_sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    z_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    z_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            schedule_free_sgd_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, z_ptr + start + odd * TILE, at, at, weight_decay,
-                grad_scale, c, scalar_1, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        schedule_free_sgd_float16_tile(
-            p_ptr + start, g_ptr + start, z_ptr + start, few, live, weight_decay, grad_scale, c, scalar_1, scalar_2,
-            True,
-        )
+    """schedule_free_sgd: the tiles of one work item."""
+    walk(
+        table, work, schedule_free_sgd_float16_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -17,7 +17,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, byte, get, joined, numbered, opaque, pointer, put, rotl, widened
+from optgen.runtime.triton_prelude import apart, byte, get, joined, put, rotl, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -44,39 +45,13 @@ def schedule_free_sgd_float32(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """schedule_free_sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    z_ptr = pointer(row + 2, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    z_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            schedule_free_sgd_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, z_ptr + start + odd * TILE, at, at, weight_decay,
-                grad_scale, c, scalar_1, scalar_2, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        schedule_free_sgd_float32_tile(
-            p_ptr + start, g_ptr + start, z_ptr + start, few, live, weight_decay, grad_scale, c, scalar_1, scalar_2,
-            True,
-        )
+    """schedule_free_sgd: the tiles of one work item."""
+    walk(
+        table, work, schedule_free_sgd_float32_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -118,61 +93,16 @@ def schedule_free_sgd_bfloat16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """schedule_free_sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    z_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            schedule_free_sgd_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, z_ptr, where, live, number, weight_decay, grad_scale, c, scalar_1,
-                scalar_2, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        z_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                schedule_free_sgd_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    z_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
-                    c, scalar_1, scalar_2, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            schedule_free_sgd_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
-                numbered(before + start, few), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
-                True,
-            )
+    """schedule_free_sgd: the tiles of one work item."""
+    walk(
+        table, work, schedule_free_sgd_bfloat16_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -230,61 +160,16 @@ def schedule_free_sgd_float16(
     table, work, weight_decay: tl.float32, grad_scale: tl.float32, c: tl.float32, scalar_1: tl.float32,
     scalar_2: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """schedule_free_sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    z_ptr = pointer(row + 3, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            schedule_free_sgd_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, z_ptr, where, live, number, weight_decay, grad_scale, c, scalar_1,
-                scalar_2, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        z_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                schedule_free_sgd_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    z_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
-                    c, scalar_1, scalar_2, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            schedule_free_sgd_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
-                numbered(before + start, few), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
-                True,
-            )
+    """schedule_free_sgd: the tiles of one work item."""
+    walk(
+        table, work, schedule_free_sgd_float16_tile, SWEEP, (weight_decay, grad_scale, c, scalar_1, scalar_2),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

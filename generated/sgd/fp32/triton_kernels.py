@@ -15,7 +15,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, opaque, pointer, put, widened
+from optgen.runtime.triton_prelude import get, put, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -37,34 +38,13 @@ def sgd_float32(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.float32), (1, None)), parts=2),
 ):
-    """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgd_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
-                lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgd_float32_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    """sgd: the tiles of one work item."""
+    walk(
+        table, work, sgd_float32_tile, SWEEP, (lr_times_grad_scale, lr_times_weight_decay), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -90,34 +70,13 @@ def sgd_bfloat16(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.bfloat16), (1, None)), parts=2),
 ):
-    """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgd_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
-                lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgd_bfloat16_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    """sgd: the tiles of one work item."""
+    walk(
+        table, work, sgd_bfloat16_tile, SWEEP, (lr_times_grad_scale, lr_times_weight_decay), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -141,34 +100,13 @@ def sgd_float16(
     table, work, lr_times_grad_scale: tl.float32, lr_times_weight_decay: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.float16), (1, None)), parts=2),
 ):
-    """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgd_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
-                lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgd_float16_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    """sgd: the tiles of one work item."""
+    walk(
+        table, work, sgd_float16_tile, SWEEP, (lr_times_grad_scale, lr_times_weight_decay), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -195,39 +133,13 @@ def sgd_float32_has_momentum(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgd_float32_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgd_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, True,
-        )
+    """sgd: the tiles of one work item."""
+    walk(
+        table, work, sgd_float32_has_momentum_tile, SWEEP, (scalar_0, scalar_1, where_lt_one_t_momentum_zero,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -257,39 +169,13 @@ def sgd_bfloat16_has_momentum(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgd_bfloat16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgd_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, True,
-        )
+    """sgd: the tiles of one work item."""
+    walk(
+        table, work, sgd_bfloat16_has_momentum_tile, SWEEP, (scalar_0, scalar_1, where_lt_one_t_momentum_zero,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -317,39 +203,13 @@ def sgd_float16_has_momentum(
     table, work, scalar_0: tl.float32, scalar_1: tl.float32, where_lt_one_t_momentum_zero: tl.float32,
     minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgd_float16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgd_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, True,
-        )
+    """sgd: the tiles of one work item."""
+    walk(
+        table, work, sgd_float16_has_momentum_tile, SWEEP, (scalar_0, scalar_1, where_lt_one_t_momentum_zero,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -383,41 +243,15 @@ def sgd_float32_nesterov_has_momentum(
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgd_float32_nesterov_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgd_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
-            where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    """sgd: the tiles of one work item."""
+    walk(
+        table, work, sgd_float32_nesterov_has_momentum_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -454,41 +288,15 @@ def sgd_bfloat16_nesterov_has_momentum(
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgd_bfloat16_nesterov_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgd_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
-            where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    """sgd: the tiles of one work item."""
+    walk(
+        table, work, sgd_bfloat16_nesterov_has_momentum_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 @triton.jit
@@ -523,41 +331,15 @@ def sgd_float16_nesterov_has_momentum(
     momentum_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgd_float16_nesterov_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgd_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
-            where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-        )
+    """sgd: the tiles of one work item."""
+    walk(
+        table, work, sgd_float16_nesterov_has_momentum_tile, SWEEP, (weight_decay, grad_scale,
+        where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+        momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED,
+        TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -17,7 +17,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import down, fold, get, larger, minus, opaque, pointer, put, term, widened
+from optgen.runtime.triton_prelude import down, fold, get, minus, pointer, put, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -1430,41 +1431,14 @@ def sgdp_float32_no_projected(
     lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdp_float32_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_dampening_times_grad_scale, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdp_float32_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-            scalar_3, True,
-        )
+    """sgdp: the tiles of one work item."""
+    walk(
+        table, work, sgdp_float32_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
+        lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1497,41 +1471,14 @@ def sgdp_bfloat16_no_projected(
     lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdp_bfloat16_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_dampening_times_grad_scale, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdp_bfloat16_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-            scalar_3, True,
-        )
+    """sgdp: the tiles of one work item."""
+    walk(
+        table, work, sgdp_bfloat16_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
+        lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1562,41 +1509,14 @@ def sgdp_float16_no_projected(
     lr_times_momentum: tl.float32, lr_times_one_minus_dampening_times_grad_scale: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdp_float16_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_dampening_times_grad_scale, scalar_3, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdp_float16_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-            scalar_3, True,
-        )
+    """sgdp: the tiles of one work item."""
+    walk(
+        table, work, sgdp_float16_no_projected_tile, SWEEP, (momentum, one_minus_dampening_times_grad_scale,
+        lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2846,40 +2766,14 @@ def sgdp_float32_nesterov_no_projected(
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdp_float32_nesterov_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
-                minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdp_float32_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
-        )
+    """sgdp: the tiles of one work item."""
+    walk(
+        table, work, sgdp_float32_nesterov_no_projected_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2914,40 +2808,14 @@ def sgdp_bfloat16_nesterov_no_projected(
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdp_bfloat16_nesterov_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
-                minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdp_bfloat16_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
-        )
+    """sgdp: the tiles of one work item."""
+    walk(
+        table, work, sgdp_bfloat16_nesterov_no_projected_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -2980,40 +2848,14 @@ def sgdp_float16_nesterov_no_projected(
     one_minus_dampening_times_grad_scale: tl.float32, momentum_times_momentum: tl.float32,
     scalar_2: tl.float32, scalar_3: tl.float32, minus_lr: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdp: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdp_float16_nesterov_no_projected_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
-                minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdp_float16_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
-        )
+    """sgdp: the tiles of one work item."""
+    walk(
+        table, work, sgdp_float16_nesterov_no_projected_tile, SWEEP, (momentum, grad_scale,
+        one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr), step_key,
+        GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -15,7 +15,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, widened
+from optgen.runtime.triton_prelude import get, minus, put, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -38,37 +39,13 @@ def sgdw_float32(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.float32), (1, None)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
-                minus_lr_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-            True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float32_tile, SWEEP, (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -94,37 +71,13 @@ def sgdw_bfloat16(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.bfloat16), (1, None)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
-                minus_lr_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-            True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_bfloat16_tile, SWEEP, (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -148,37 +101,13 @@ def sgdw_float16(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.float16), (1, None)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
-                minus_lr_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_float16_tile(
-            p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-            True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float16_tile, SWEEP, (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -207,40 +136,14 @@ def sgdw_float32_has_momentum(
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_float32_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float32_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -273,40 +176,14 @@ def sgdw_bfloat16_has_momentum(
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_bfloat16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_bfloat16_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -337,40 +214,14 @@ def sgdw_float16_has_momentum(
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_float16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float16_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -403,41 +254,14 @@ def sgdw_float32_nesterov_has_momentum(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_float32_nesterov_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
-                scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float32_nesterov_has_momentum_tile, SWEEP, (grad_scale, where_lt_one_t_momentum_zero,
+        scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -474,41 +298,14 @@ def sgdw_bfloat16_nesterov_has_momentum(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_bfloat16_nesterov_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
-                scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_bfloat16_nesterov_has_momentum_tile, SWEEP, (grad_scale, where_lt_one_t_momentum_zero,
+        scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -543,41 +340,14 @@ def sgdw_float16_nesterov_has_momentum(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_float16_nesterov_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
-                scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float16_nesterov_has_momentum_tile, SWEEP, (grad_scale, where_lt_one_t_momentum_zero,
+        scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay,
+        minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

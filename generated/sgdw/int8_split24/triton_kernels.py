@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, minus, numbered, opaque, pointer, put, reciprocal,
-    rotl, rounded, widened,
+    apart, block_magnitude, byte, counter, get, joined, minus, put, reciprocal, rotl, rounded, widened,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -41,37 +41,13 @@ def sgdw_float32(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.float32), (1, None)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
-                minus_lr_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-            True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float32_tile, SWEEP, (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -109,58 +85,15 @@ def sgdw_bfloat16(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        9, 3, ((0, tl.bfloat16), (1, None), (2, tl.uint8)), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    numel = tl.load(row + 3)
-    stream_key = tl.load(row + 5).to(tl.int32)
-    pace = tl.load(row + 8)
-    begin = tl.load(row + 6) * pace + tl.load(row + 7)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 4)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sgdw_bfloat16_tile(
-                p_ptr, g_ptr, weight_low_ptr, where, live, number, one_minus_lr_times_weight_decay,
-                minus_lr_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_bfloat16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sgdw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
-                one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_bfloat16_tile, SWEEP, (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -214,58 +147,15 @@ def sgdw_float16(
     table, work, one_minus_lr_times_weight_decay: tl.float32, minus_lr_times_grad_scale: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        9, 3, ((0, tl.float16), (1, None), (2, tl.uint8)), parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    numel = tl.load(row + 3)
-    stream_key = tl.load(row + 5).to(tl.int32)
-    pace = tl.load(row + 8)
-    begin = tl.load(row + 6) * pace + tl.load(row + 7)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 4)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sgdw_float16_tile(
-                p_ptr, g_ptr, weight_low_ptr, where, live, number, one_minus_lr_times_weight_decay,
-                minus_lr_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_float16_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sgdw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
-                one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float16_tile, SWEEP, (one_minus_lr_times_weight_decay, minus_lr_times_grad_scale),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -318,76 +208,16 @@ def sgdw_float32_has_momentum(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = (tl.load(row + 9) + 63) // 64 * 64
-    begin = tl.load(row + 7) * pace + tl.load(row + 8) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sgdw_float32_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
-                number, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_float32_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sgdw_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                minus_lr, step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float32_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -416,40 +246,14 @@ def sgdw_float32_has_momentum_small(
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_float32_has_momentum_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float32_has_momentum_small_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -508,79 +312,16 @@ def sgdw_bfloat16_has_momentum(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = (tl.load(row + 10) + 63) // 64 * 64
-    begin = tl.load(row + 8) * pace + tl.load(row + 9) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sgdw_bfloat16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_bfloat16_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sgdw_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                minus_lr, step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_bfloat16_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -625,64 +366,17 @@ def sgdw_bfloat16_has_momentum_small(
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sgdw_bfloat16_has_momentum_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, where, live, number, where_lt_one_t_momentum_zero,
-                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key,
-                stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_bfloat16_has_momentum_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
-                    where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sgdw_bfloat16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1,
-                lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
-                True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_bfloat16_has_momentum_small_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -757,79 +451,16 @@ def sgdw_float16_has_momentum(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = (tl.load(row + 10) + 63) // 64 * 64
-    begin = tl.load(row + 8) * pace + tl.load(row + 9) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sgdw_float16_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr,
-                step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_float16_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sgdw_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                minus_lr, step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float16_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -890,64 +521,17 @@ def sgdw_float16_has_momentum_small(
     lr_times_where_lt_one_t_momentum_zero: tl.float32, scalar_3: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sgdw_float16_has_momentum_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, where, live, number, where_lt_one_t_momentum_zero,
-                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key,
-                stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_float16_has_momentum_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
-                    where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sgdw_float16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1,
-                lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
-                True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float16_has_momentum_small_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1000,76 +584,17 @@ def sgdw_float32_nesterov_has_momentum(
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = (tl.load(row + 9) + 63) // 64 * 64
-    begin = tl.load(row + 7) * pace + tl.load(row + 8) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sgdw_float32_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live, live_block,
-                number, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_float32_nesterov_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sgdw_float32_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float32_nesterov_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1102,41 +627,14 @@ def sgdw_float32_nesterov_has_momentum_small(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sgdw_float32_nesterov_has_momentum_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
-                scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sgdw_float32_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
-            where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float32_nesterov_has_momentum_small_tile, SWEEP, (grad_scale,
+        where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1196,79 +694,17 @@ def sgdw_bfloat16_nesterov_has_momentum(
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = (tl.load(row + 10) + 63) // 64 * 64
-    begin = tl.load(row + 8) * pace + tl.load(row + 9) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sgdw_bfloat16_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_bfloat16_nesterov_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sgdw_bfloat16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_bfloat16_nesterov_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1316,64 +752,17 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sgdw_bfloat16_nesterov_has_momentum_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, where, live, number, grad_scale,
-                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_bfloat16_nesterov_has_momentum_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), grad_scale,
-                    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sgdw_bfloat16_nesterov_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                numbered(before + start, few), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-                step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_bfloat16_nesterov_has_momentum_small_tile, SWEEP, (grad_scale,
+        where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1449,79 +838,17 @@ def sgdw_float16_nesterov_has_momentum(
     lr_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     one_minus_lr_times_weight_decay: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = (tl.load(row + 10) + 63) // 64 * 64
-    begin = tl.load(row + 8) * pace + tl.load(row + 9) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sgdw_float16_nesterov_has_momentum_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_codes_ptr, momentum_buffer_scale_ptr, where, block, live,
-                live_block, number, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-                one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_float16_nesterov_has_momentum_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sgdw_float16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float16_nesterov_has_momentum_tile, SWEEP, (where_lt_one_t_momentum_zero, scalar_1,
+        lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay), step_key, GRAD, TILES, RAGGED,
+        ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1585,64 +912,17 @@ def sgdw_float16_nesterov_has_momentum_small(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sgdw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sgdw_float16_nesterov_has_momentum_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, where, live, number, grad_scale,
-                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sgdw_float16_nesterov_has_momentum_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), grad_scale,
-                    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sgdw_float16_nesterov_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                numbered(before + start, few), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-                step_key, stream_key, True,
-            )
+    """sgdw: the tiles of one work item."""
+    walk(
+        table, work, sgdw_float16_nesterov_has_momentum_small_tile, SWEEP, (grad_scale,
+        where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

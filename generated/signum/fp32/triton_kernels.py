@@ -15,7 +15,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, opaque, pointer, put, sign, widened
+from optgen.runtime.triton_prelude import get, put, sign, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -39,36 +40,13 @@ def signum_float32(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.float32), (1, None)), parts=2),
 ):
-    """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            signum_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        signum_float32_tile(
-            p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """signum: the tiles of one work item."""
+    walk(
+        table, work, signum_float32_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, minus_lr),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -95,36 +73,13 @@ def signum_bfloat16(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.bfloat16), (1, None)), parts=2),
 ):
-    """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            signum_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        signum_bfloat16_tile(
-            p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """signum: the tiles of one work item."""
+    walk(
+        table, work, signum_bfloat16_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, minus_lr),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -149,36 +104,13 @@ def signum_float16(
     table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(8, 2, ((0, tl.float16), (1, None)), parts=2),
 ):
-    """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 8 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    numel = tl.load(row + 2)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            signum_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        signum_float16_tile(
-            p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """signum: the tiles of one work item."""
+    walk(
+        table, work, signum_float16_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, minus_lr),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -207,39 +139,13 @@ def signum_float32_has_momentum(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            signum_float32_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        signum_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """signum: the tiles of one work item."""
+    walk(
+        table, work, signum_float32_has_momentum_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -271,39 +177,13 @@ def signum_bfloat16_has_momentum(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            signum_bfloat16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        signum_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """signum: the tiles of one work item."""
+    walk(
+        table, work, signum_bfloat16_has_momentum_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -333,39 +213,13 @@ def signum_float16_has_momentum(
     one_minus_lr_times_weight_decay: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """signum: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    momentum_buffer_ptr = pointer(row + 2, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            signum_float16_has_momentum_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        signum_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-        )
+    """signum: the tiles of one work item."""
+    walk(
+        table, work, signum_float16_has_momentum_tile, SWEEP, (momentum, one_minus_momentum_times_grad_scale,
+        one_minus_lr_times_weight_decay, minus_lr), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import down, fold, get, larger, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import down, fold, get, larger, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def sm3_float32_1_tile(
     p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -88,27 +89,27 @@ def sm3_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
@@ -123,7 +124,7 @@ def sm3_float32_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             True,
@@ -132,7 +133,7 @@ def sm3_float32_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -141,7 +142,7 @@ def sm3_float32_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -150,7 +151,7 @@ def sm3_float32_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -193,7 +194,7 @@ def sm3_float32_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live, live, eps,
             grad_scale_times_grad_scale, minus_lr_times_grad_scale, True,
         )
@@ -279,7 +280,7 @@ def sm3_bfloat16_1_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -327,27 +328,27 @@ def sm3_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
@@ -362,7 +363,7 @@ def sm3_bfloat16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             True,
@@ -371,7 +372,7 @@ def sm3_bfloat16_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -380,7 +381,7 @@ def sm3_bfloat16_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -389,7 +390,7 @@ def sm3_bfloat16_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -432,7 +433,7 @@ def sm3_bfloat16_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live, live, eps,
             grad_scale_times_grad_scale, minus_lr_times_grad_scale, True,
         )
@@ -459,7 +460,7 @@ def sm3_float16_1_tile(
     p = tl.fma(minus_lr_times_grad_scale, g_cast * reciprocal(tl.sqrt(total + eps)), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -507,27 +508,27 @@ def sm3_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
@@ -542,7 +543,7 @@ def sm3_float16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             True,
@@ -551,7 +552,7 @@ def sm3_float16_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -560,7 +561,7 @@ def sm3_float16_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -569,7 +570,7 @@ def sm3_float16_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -612,7 +613,7 @@ def sm3_float16_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live, live, eps,
             grad_scale_times_grad_scale, minus_lr_times_grad_scale, True,
         )
@@ -643,39 +644,13 @@ def sm3_float32_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    accumulator_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sm3_float32_no_factored_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE, at, at,
-                eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sm3_float32_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float32_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale,
+        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -707,39 +682,13 @@ def sm3_bfloat16_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.bfloat16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    accumulator_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sm3_bfloat16_no_factored_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE, at, at,
-                eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sm3_bfloat16_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_bfloat16_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale,
+        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -769,39 +718,13 @@ def sm3_float16_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float16), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    accumulator_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sm3_float16_no_factored_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE, at, at,
-                eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sm3_float16_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float16_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale,
+        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -828,7 +751,7 @@ def sm3_float32_has_momentum_1_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -879,7 +802,7 @@ def sm3_float32_has_momentum_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_ptr + start * columns, at, at_row, lane, at, at_row, lane, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -887,7 +810,7 @@ def sm3_float32_has_momentum_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -895,7 +818,7 @@ def sm3_float32_has_momentum_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -903,7 +826,7 @@ def sm3_float32_has_momentum_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -919,7 +842,7 @@ def sm3_float32_has_momentum_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_ptr + start * columns, at, at_row, lane, live, live_row, live_col, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -929,7 +852,7 @@ def sm3_float32_has_momentum_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -939,7 +862,7 @@ def sm3_float32_has_momentum_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -949,7 +872,7 @@ def sm3_float32_has_momentum_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -996,7 +919,7 @@ def sm3_float32_has_momentum_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
             live, live, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
             lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
@@ -1053,7 +976,7 @@ def sm3_bfloat16_has_momentum_1_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1104,7 +1027,7 @@ def sm3_bfloat16_has_momentum_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_ptr + start * columns, at, at_row, lane, at, at_row, lane, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1112,7 +1035,7 @@ def sm3_bfloat16_has_momentum_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1120,7 +1043,7 @@ def sm3_bfloat16_has_momentum_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1128,7 +1051,7 @@ def sm3_bfloat16_has_momentum_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1144,7 +1067,7 @@ def sm3_bfloat16_has_momentum_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_ptr + start * columns, at, at_row, lane, live, live_row, live_col, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1154,7 +1077,7 @@ def sm3_bfloat16_has_momentum_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1164,7 +1087,7 @@ def sm3_bfloat16_has_momentum_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1174,7 +1097,7 @@ def sm3_bfloat16_has_momentum_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1221,7 +1144,7 @@ def sm3_bfloat16_has_momentum_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
             live, live, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
             lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
@@ -1255,7 +1178,7 @@ def sm3_float16_has_momentum_1_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1306,7 +1229,7 @@ def sm3_float16_has_momentum_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_ptr + start * columns, at, at_row, lane, at, at_row, lane, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1314,7 +1237,7 @@ def sm3_float16_has_momentum_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1322,7 +1245,7 @@ def sm3_float16_has_momentum_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1330,7 +1253,7 @@ def sm3_float16_has_momentum_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1346,7 +1269,7 @@ def sm3_float16_has_momentum_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_ptr + start * columns, at, at_row, lane, live, live_row, live_col, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1356,7 +1279,7 @@ def sm3_float16_has_momentum_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1366,7 +1289,7 @@ def sm3_float16_has_momentum_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1376,7 +1299,7 @@ def sm3_float16_has_momentum_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1423,7 +1346,7 @@ def sm3_float16_has_momentum_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
             live, live, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
             lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
@@ -1462,44 +1385,14 @@ def sm3_float32_has_momentum_no_factored(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    accumulator_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sm3_float32_has_momentum_no_factored_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
-                momentum_buffer_ptr + start + odd * TILE, at, at, momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sm3_float32_has_momentum_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, True,
-        )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float32_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1538,44 +1431,14 @@ def sm3_bfloat16_has_momentum_no_factored(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    accumulator_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sm3_bfloat16_has_momentum_no_factored_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
-                momentum_buffer_ptr + start + odd * TILE, at, at, momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sm3_bfloat16_has_momentum_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, True,
-        )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_bfloat16_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1612,44 +1475,14 @@ def sm3_float16_has_momentum_no_factored(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    accumulator_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sm3_float16_has_momentum_no_factored_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
-                momentum_buffer_ptr + start + odd * TILE, at, at, momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sm3_float16_has_momentum_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, True,
-        )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float16_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -21,8 +21,9 @@ import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, larger,
-    numbered, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within,
+    pointer, put, reciprocal, rotl, rounded, term, widened, within,
 )
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def sm3_float32_1_tile(
     p = tl.fma(minus_lr_times_grad_scale, g * reciprocal(tl.sqrt(total + eps)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -91,27 +92,27 @@ def sm3_float32_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, False,
@@ -126,7 +127,7 @@ def sm3_float32_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr, at,
             at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
             True,
@@ -135,7 +136,7 @@ def sm3_float32_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -144,7 +145,7 @@ def sm3_float32_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -153,7 +154,7 @@ def sm3_float32_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col, eps, grad_scale_times_grad_scale,
             minus_lr_times_grad_scale, True,
@@ -196,7 +197,7 @@ def sm3_float32_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float32_1_tile(
+        total_term, = sm3_float32_1_tile(
             p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live, live, eps,
             grad_scale_times_grad_scale, minus_lr_times_grad_scale, True,
         )
@@ -295,7 +296,7 @@ def sm3_bfloat16_1_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -350,7 +351,7 @@ def sm3_bfloat16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, at, at_row, lane, at, at_row, lane,
             before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -358,7 +359,7 @@ def sm3_bfloat16_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane,
             before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -366,7 +367,7 @@ def sm3_bfloat16_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane,
             before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -374,7 +375,7 @@ def sm3_bfloat16_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane,
             before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -390,7 +391,7 @@ def sm3_bfloat16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, at, at_row, lane, live, live_row, live_col,
             before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -400,7 +401,7 @@ def sm3_bfloat16_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col,
             before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -410,7 +411,7 @@ def sm3_bfloat16_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col,
             before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -420,7 +421,7 @@ def sm3_bfloat16_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col,
             before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -470,7 +471,7 @@ def sm3_bfloat16_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_bfloat16_1_tile(
+        total_term, = sm3_bfloat16_1_tile(
             p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live,
             live, number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, True,
         )
@@ -549,7 +550,7 @@ def sm3_float16_1_tile(
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -604,7 +605,7 @@ def sm3_float16_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, at, at_row, lane, at, at_row, lane,
             before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -612,7 +613,7 @@ def sm3_float16_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, at, at_row, lane,
             before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -620,7 +621,7 @@ def sm3_float16_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, at, at_row, lane,
             before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -628,7 +629,7 @@ def sm3_float16_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, at, at_row, lane,
             before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -644,7 +645,7 @@ def sm3_float16_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, at, at_row, lane, live, live_row, live_col,
             before + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -654,7 +655,7 @@ def sm3_float16_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256, at, at_row, lane, live, live_row, live_col,
             before + 256 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -664,7 +665,7 @@ def sm3_float16_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512, at, at_row, lane, live, live_row, live_col,
             before + 512 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -674,7 +675,7 @@ def sm3_float16_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768, at, at_row, lane, live, live_row, live_col,
             before + 768 + (start + at_row) * padded, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
@@ -724,7 +725,7 @@ def sm3_float16_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float16_1_tile(
+        total_term, = sm3_float16_1_tile(
             p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live,
             live, number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, True,
         )
@@ -790,75 +791,16 @@ def sm3_float32_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block")), block=64, parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    accumulator_range_ptr = pointer(row + 3, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 4)
-    columns = tl.load(row + 5)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = (tl.load(row + 9) + 63) // 64 * 64
-    begin = tl.load(row + 7) * pace + tl.load(row + 8) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sm3_float32_no_factored_tile(
-                p_ptr, g_ptr, accumulator_codes_ptr, accumulator_range_ptr, where, block, live, live_block, number, eps,
-                grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        accumulator_codes_ptr += origin
-        accumulator_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_float32_no_factored_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_codes_ptr + start + odd * TILE,
-                    accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sm3_float32_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_codes_ptr + start,
-                accumulator_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float32_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale,
+        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -885,39 +827,13 @@ def sm3_float32_no_factored_small(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(9, 3, ((0, tl.float32), (1, None), (2, tl.float32)), parts=2),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 9 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    numel = tl.load(row + 3)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    accumulator_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sm3_float32_no_factored_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE, at, at,
-                eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sm3_float32_no_factored_small_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, True,
-        )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float32_no_factored_small_tile, SWEEP, (eps, grad_scale_times_grad_scale,
+        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -988,78 +904,16 @@ def sm3_bfloat16_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    accumulator_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = (tl.load(row + 10) + 63) // 64 * 64
-    begin = tl.load(row + 8) * pace + tl.load(row + 9) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sm3_bfloat16_no_factored_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, where, block, live,
-                live_block, number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        accumulator_codes_ptr += origin
-        accumulator_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_bfloat16_no_factored_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_codes_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
-                    minus_lr_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sm3_bfloat16_no_factored_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_codes_ptr + start,
-                accumulator_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_bfloat16_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale,
+        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1102,61 +956,16 @@ def sm3_bfloat16_no_factored_small(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sm3_bfloat16_no_factored_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, where, live, number, eps, grad_scale_times_grad_scale,
-                minus_lr_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        accumulator_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_bfloat16_no_factored_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), eps,
-                    grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sm3_bfloat16_no_factored_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_bfloat16_no_factored_small_tile, SWEEP, (eps, grad_scale_times_grad_scale,
+        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1243,78 +1052,16 @@ def sm3_float16_no_factored(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block")), block=64,
+        parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    accumulator_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 5)
-    columns = tl.load(row + 6)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = (tl.load(row + 10) + 63) // 64 * 64
-    begin = tl.load(row + 8) * pace + tl.load(row + 9) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sm3_float16_no_factored_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, where, block, live,
-                live_block, number, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key,
-                True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        accumulator_codes_ptr += origin
-        accumulator_range_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_float16_no_factored_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_codes_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
-                    minus_lr_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sm3_float16_no_factored_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_codes_ptr + start,
-                accumulator_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float16_no_factored_tile, SWEEP, (eps, grad_scale_times_grad_scale,
+        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1373,61 +1120,16 @@ def sm3_float16_no_factored_small(
     table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     minus_lr_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        10, 4, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32)), parts=2, counted=True,
+        keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    stream_key = tl.load(row + 6).to(tl.int32)
-    pace = tl.load(row + 9)
-    begin = tl.load(row + 7) * pace + tl.load(row + 8)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 5)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sm3_float16_no_factored_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, where, live, number, eps, grad_scale_times_grad_scale,
-                minus_lr_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        accumulator_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_float16_no_factored_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), eps,
-                    grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sm3_float16_no_factored_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float16_no_factored_small_tile, SWEEP, (eps, grad_scale_times_grad_scale,
+        minus_lr_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -1477,7 +1179,7 @@ def sm3_float32_has_momentum_1_tile(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1537,7 +1239,7 @@ def sm3_float32_has_momentum_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
             at_row, lane, at, at_block, at_row, lane, before + (start + at_row) * padded | lane & 7, momentum, eps,
@@ -1545,7 +1247,7 @@ def sm3_float32_has_momentum_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_codes_ptr + start * columns + 256,
             momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -1554,7 +1256,7 @@ def sm3_float32_has_momentum_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_codes_ptr + start * columns + 512,
             momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -1563,7 +1265,7 @@ def sm3_float32_has_momentum_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_codes_ptr + start * columns + 768,
             momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -1581,7 +1283,7 @@ def sm3_float32_has_momentum_1(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_codes_ptr + start * columns, momentum_buffer_scale_ptr + start * blocks, at, at_block,
             at_row, lane, live, live_block, live_row, live_col, before + (start + at_row) * padded | lane & 7,
@@ -1593,7 +1295,7 @@ def sm3_float32_has_momentum_1(
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_codes_ptr + start * columns + 256,
             momentum_buffer_scale_ptr + start * blocks + 4, at, at_block, at_row, lane, live, live_block, live_row,
@@ -1605,7 +1307,7 @@ def sm3_float32_has_momentum_1(
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_codes_ptr + start * columns + 512,
             momentum_buffer_scale_ptr + start * blocks + 8, at, at_block, at_row, lane, live, live_block, live_row,
@@ -1617,7 +1319,7 @@ def sm3_float32_has_momentum_1(
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_codes_ptr + start * columns + 768,
             momentum_buffer_scale_ptr + start * blocks + 12, at, at_block, at_row, lane, live, live_block, live_row,
@@ -1676,7 +1378,7 @@ def sm3_float32_has_momentum_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float32_has_momentum_1_tile(
+        total_term, = sm3_float32_has_momentum_1_tile(
             p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
             momentum_buffer_scale_ptr, at, block, at_row, at_col, live, live_block, live, live, number, momentum,
             eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
@@ -1730,7 +1432,7 @@ def sm3_float32_has_momentum_small_1_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1781,7 +1483,7 @@ def sm3_float32_has_momentum_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float32_has_momentum_small_1_tile(
+        total_term, = sm3_float32_has_momentum_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_ptr + start * columns, at, at_row, lane, at, at_row, lane, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1789,7 +1491,7 @@ def sm3_float32_has_momentum_small_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_has_momentum_small_1_tile(
+        total_term, = sm3_float32_has_momentum_small_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1797,7 +1499,7 @@ def sm3_float32_has_momentum_small_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_has_momentum_small_1_tile(
+        total_term, = sm3_float32_has_momentum_small_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1805,7 +1507,7 @@ def sm3_float32_has_momentum_small_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float32_has_momentum_small_1_tile(
+        total_term, = sm3_float32_has_momentum_small_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, at, at_row,
             lane, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1821,7 +1523,7 @@ def sm3_float32_has_momentum_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_float32_has_momentum_small_1_tile(
+        total_term, = sm3_float32_has_momentum_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, accumulator_row_ptr + start, accumulator_col_ptr,
             momentum_buffer_ptr + start * columns, at, at_row, lane, live, live_row, live_col, momentum, eps,
             grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
@@ -1831,7 +1533,7 @@ def sm3_float32_has_momentum_small_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_float32_has_momentum_small_1_tile(
+        total_term, = sm3_float32_has_momentum_small_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, accumulator_row_ptr + start,
             accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1841,7 +1543,7 @@ def sm3_float32_has_momentum_small_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_float32_has_momentum_small_1_tile(
+        total_term, = sm3_float32_has_momentum_small_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, accumulator_row_ptr + start,
             accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1851,7 +1553,7 @@ def sm3_float32_has_momentum_small_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_float32_has_momentum_small_1_tile(
+        total_term, = sm3_float32_has_momentum_small_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, accumulator_row_ptr + start,
             accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at, at_row, lane, live, live_row,
             live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1898,7 +1600,7 @@ def sm3_float32_has_momentum_small_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float32_has_momentum_small_1_tile(
+        total_term, = sm3_float32_has_momentum_small_1_tile(
             p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
             live, live, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
             lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
@@ -1985,7 +1687,7 @@ def sm3_bfloat16_has_momentum_1_tile(
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2047,7 +1749,7 @@ def sm3_bfloat16_has_momentum_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -2056,7 +1758,7 @@ def sm3_bfloat16_has_momentum_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256,
             momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
@@ -2066,7 +1768,7 @@ def sm3_bfloat16_has_momentum_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512,
             momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
@@ -2076,7 +1778,7 @@ def sm3_bfloat16_has_momentum_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768,
             momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
@@ -2095,7 +1797,7 @@ def sm3_bfloat16_has_momentum_1(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, live, live_block, live_row,
@@ -2107,7 +1809,7 @@ def sm3_bfloat16_has_momentum_1(
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256,
             momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
@@ -2120,7 +1822,7 @@ def sm3_bfloat16_has_momentum_1(
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512,
             momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
@@ -2133,7 +1835,7 @@ def sm3_bfloat16_has_momentum_1(
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768,
             momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
@@ -2194,7 +1896,7 @@ def sm3_bfloat16_has_momentum_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_bfloat16_has_momentum_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_1_tile(
             p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
             momentum_buffer_scale_ptr, at, block, at_row, at_col, live, live_block, live, live, number, momentum,
             eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
@@ -2269,7 +1971,7 @@ def sm3_bfloat16_has_momentum_small_1_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2327,7 +2029,7 @@ def sm3_bfloat16_has_momentum_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns, at, at_row,
             lane, at, at_row, lane, before + (start + at_row) * padded, momentum, eps, grad_scale_times_grad_scale,
@@ -2336,7 +2038,7 @@ def sm3_bfloat16_has_momentum_small_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
             at_row, lane, at, at_row, lane, before + 256 + (start + at_row) * padded, momentum, eps,
@@ -2345,7 +2047,7 @@ def sm3_bfloat16_has_momentum_small_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
             at_row, lane, at, at_row, lane, before + 512 + (start + at_row) * padded, momentum, eps,
@@ -2354,7 +2056,7 @@ def sm3_bfloat16_has_momentum_small_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
             at_row, lane, at, at_row, lane, before + 768 + (start + at_row) * padded, momentum, eps,
@@ -2371,7 +2073,7 @@ def sm3_bfloat16_has_momentum_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns, at, at_row,
             lane, live, live_row, live_col, before + (start + at_row) * padded, momentum, eps,
@@ -2382,7 +2084,7 @@ def sm3_bfloat16_has_momentum_small_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
             at_row, lane, live, live_row, live_col, before + 256 + (start + at_row) * padded, momentum, eps,
@@ -2393,7 +2095,7 @@ def sm3_bfloat16_has_momentum_small_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
             at_row, lane, live, live_row, live_col, before + 512 + (start + at_row) * padded, momentum, eps,
@@ -2404,7 +2106,7 @@ def sm3_bfloat16_has_momentum_small_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
             at_row, lane, live, live_row, live_col, before + 768 + (start + at_row) * padded, momentum, eps,
@@ -2458,7 +2160,7 @@ def sm3_bfloat16_has_momentum_small_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_bfloat16_has_momentum_small_1_tile(
+        total_term, = sm3_bfloat16_has_momentum_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row,
             at_col, live, live, live, number, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
@@ -2562,7 +2264,7 @@ def sm3_float16_has_momentum_1_tile(
     momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
     put(momentum_buffer_codes_ptr, at, rounded(momentum_buffer_pattern, noise, 20), live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2624,7 +2326,7 @@ def sm3_float16_has_momentum_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, at, at_block, at_row, lane,
@@ -2633,7 +2335,7 @@ def sm3_float16_has_momentum_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256,
             momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
@@ -2643,7 +2345,7 @@ def sm3_float16_has_momentum_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512,
             momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
@@ -2653,7 +2355,7 @@ def sm3_float16_has_momentum_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768,
             momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
@@ -2672,7 +2374,7 @@ def sm3_float16_has_momentum_1(
         live_col = lane < width
         live = live_row & live_col
         live_block = live_row & (block * 64 < width)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_codes_ptr + start * columns,
             momentum_buffer_scale_ptr + start * blocks, at, at_block, at_row, lane, live, live_block, live_row,
@@ -2684,7 +2386,7 @@ def sm3_float16_has_momentum_1(
         live_col = lane < width - 256
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 256)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256,
             momentum_buffer_codes_ptr + start * columns + 256, momentum_buffer_scale_ptr + start * blocks + 4, at,
@@ -2697,7 +2399,7 @@ def sm3_float16_has_momentum_1(
         live_col = lane < width - 512
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 512)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512,
             momentum_buffer_codes_ptr + start * columns + 512, momentum_buffer_scale_ptr + start * blocks + 8, at,
@@ -2710,7 +2412,7 @@ def sm3_float16_has_momentum_1(
         live_col = lane < width - 768
         live = live_row & live_col
         live_block = live_row & (block * 64 < width - 768)
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768,
             momentum_buffer_codes_ptr + start * columns + 768, momentum_buffer_scale_ptr + start * blocks + 12, at,
@@ -2771,7 +2473,7 @@ def sm3_float16_has_momentum_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float16_has_momentum_1_tile(
+        total_term, = sm3_float16_has_momentum_1_tile(
             p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_codes_ptr,
             momentum_buffer_scale_ptr, at, block, at_row, at_col, live, live_block, live, live, number, momentum,
             eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key,
@@ -2837,7 +2539,7 @@ def sm3_float16_has_momentum_small_1_tile(
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(total, at, live, MASKED, True)
+    return term(total, at, live, MASKED, True),
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2895,7 +2597,7 @@ def sm3_float16_has_momentum_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        total_term = sm3_float16_has_momentum_small_1_tile(
+        total_term, = sm3_float16_has_momentum_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns, at, at_row,
             lane, at, at_row, lane, before + (start + at_row) * padded, momentum, eps, grad_scale_times_grad_scale,
@@ -2904,7 +2606,7 @@ def sm3_float16_has_momentum_small_1(
         )
         total_term_0 = total_term
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_has_momentum_small_1_tile(
+        total_term, = sm3_float16_has_momentum_small_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
             at_row, lane, at, at_row, lane, before + 256 + (start + at_row) * padded, momentum, eps,
@@ -2913,7 +2615,7 @@ def sm3_float16_has_momentum_small_1(
         )
         total_term_1 = total_term
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_has_momentum_small_1_tile(
+        total_term, = sm3_float16_has_momentum_small_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
             at_row, lane, at, at_row, lane, before + 512 + (start + at_row) * padded, momentum, eps,
@@ -2922,7 +2624,7 @@ def sm3_float16_has_momentum_small_1(
         )
         total_term_0 = larger(total_term_0, total_term)
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
-        total_term = sm3_float16_has_momentum_small_1_tile(
+        total_term, = sm3_float16_has_momentum_small_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
             at_row, lane, at, at_row, lane, before + 768 + (start + at_row) * padded, momentum, eps,
@@ -2939,7 +2641,7 @@ def sm3_float16_has_momentum_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        total_term = sm3_float16_has_momentum_small_1_tile(
+        total_term, = sm3_float16_has_momentum_small_1_tile(
             p_ptr + start * columns, g_ptr + start * columns, weight_low_ptr + start * columns,
             accumulator_row_ptr + start, accumulator_col_ptr, momentum_buffer_ptr + start * columns, at, at_row,
             lane, live, live_row, live_col, before + (start + at_row) * padded, momentum, eps,
@@ -2950,7 +2652,7 @@ def sm3_float16_has_momentum_small_1(
         total_terms_0 = down(total_terms_0, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 256
         live = live_row & live_col
-        total_term = sm3_float16_has_momentum_small_1_tile(
+        total_term, = sm3_float16_has_momentum_small_1_tile(
             p_ptr + start * columns + 256, g_ptr + start * columns + 256, weight_low_ptr + start * columns + 256,
             accumulator_row_ptr + start, accumulator_col_ptr + 256, momentum_buffer_ptr + start * columns + 256, at,
             at_row, lane, live, live_row, live_col, before + 256 + (start + at_row) * padded, momentum, eps,
@@ -2961,7 +2663,7 @@ def sm3_float16_has_momentum_small_1(
         total_terms_1 = down(total_terms_1, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 512
         live = live_row & live_col
-        total_term = sm3_float16_has_momentum_small_1_tile(
+        total_term, = sm3_float16_has_momentum_small_1_tile(
             p_ptr + start * columns + 512, g_ptr + start * columns + 512, weight_low_ptr + start * columns + 512,
             accumulator_row_ptr + start, accumulator_col_ptr + 512, momentum_buffer_ptr + start * columns + 512, at,
             at_row, lane, live, live_row, live_col, before + 512 + (start + at_row) * padded, momentum, eps,
@@ -2972,7 +2674,7 @@ def sm3_float16_has_momentum_small_1(
         total_terms_2 = down(total_terms_2, tl.reshape(total_term, [ROWS, 256]), True)
         live_col = lane < width - 768
         live = live_row & live_col
-        total_term = sm3_float16_has_momentum_small_1_tile(
+        total_term, = sm3_float16_has_momentum_small_1_tile(
             p_ptr + start * columns + 768, g_ptr + start * columns + 768, weight_low_ptr + start * columns + 768,
             accumulator_row_ptr + start, accumulator_col_ptr + 768, momentum_buffer_ptr + start * columns + 768, at,
             at_row, lane, live, live_row, live_col, before + 768 + (start + at_row) * padded, momentum, eps,
@@ -3026,7 +2728,7 @@ def sm3_float16_has_momentum_small_1_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        total_term = sm3_float16_has_momentum_small_1_tile(
+        total_term, = sm3_float16_has_momentum_small_1_tile(
             p_ptr, g_ptr, weight_low_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row,
             at_col, live, live, live, number, momentum, eps, grad_scale_times_grad_scale,
             one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
@@ -3115,83 +2817,17 @@ def sm3_float32_has_momentum_no_factored(
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        12, 6, ((0, tl.float32), (1, None), (2, tl.uint8), (3, tl.int16, "block"), (4, tl.uint8),
+        (5, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 12 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_codes_ptr = pointer(row + 2, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    accumulator_range_ptr = pointer(row + 3, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 4, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 5, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 6)
-    columns = tl.load(row + 7)
-    stream_key = tl.load(row + 8).to(tl.int32)
-    pace = (tl.load(row + 11) + 63) // 64 * 64
-    begin = tl.load(row + 9) * pace + tl.load(row + 10) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sm3_float32_has_momentum_no_factored_tile(
-                p_ptr, g_ptr, accumulator_codes_ptr, accumulator_range_ptr, momentum_buffer_codes_ptr,
-                momentum_buffer_scale_ptr, where, block, live, live_block, number, momentum, eps,
-                grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        accumulator_codes_ptr += origin
-        accumulator_range_ptr += first * BLOCKS
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_float32_has_momentum_no_factored_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_codes_ptr + start + odd * TILE,
-                    accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
-                    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sm3_float32_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_codes_ptr + start,
-                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float32_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3225,44 +2861,14 @@ def sm3_float32_has_momentum_no_factored_small(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    accumulator_ptr = pointer(row + 2, tl.float32, ALIGNED)           # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 3, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    accumulator_ptr += origin
-    momentum_buffer_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            sm3_float32_has_momentum_no_factored_small_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
-                momentum_buffer_ptr + start + odd * TILE, at, at, momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-                False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        sm3_float32_has_momentum_no_factored_small_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-            eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, True,
-        )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float32_has_momentum_no_factored_small_tile, SWEEP, (momentum, eps,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3353,85 +2959,17 @@ def sm3_bfloat16_has_momentum_no_factored(
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    accumulator_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sm3_bfloat16_has_momentum_no_factored_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, momentum_buffer_codes_ptr,
-                momentum_buffer_scale_ptr, where, block, live, live_block, number, momentum, eps,
-                grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        accumulator_codes_ptr += origin
-        accumulator_range_ptr += first * BLOCKS
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_bfloat16_has_momentum_no_factored_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_codes_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
-                    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sm3_bfloat16_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_codes_ptr + start,
-                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_bfloat16_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3481,67 +3019,17 @@ def sm3_bfloat16_has_momentum_no_factored_small(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.bfloat16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sm3_bfloat16_has_momentum_no_factored_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, momentum_buffer_ptr, where, live, number, momentum, eps,
-                grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        accumulator_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_bfloat16_has_momentum_no_factored_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
-                    one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sm3_bfloat16_has_momentum_no_factored_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, few, live, numbered(before + start, few), momentum, eps,
-                grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_bfloat16_has_momentum_no_factored_small_tile, SWEEP, (momentum, eps,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3648,85 +3136,17 @@ def sm3_float16_has_momentum_no_factored(
     one_minus_momentum_times_grad_scale: tl.float32, minus_lr: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        13, 7, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.uint8), (4, tl.int16, "block"), (5, tl.uint8),
+        (6, tl.int16, "block")), block=64, parts=2, counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 13 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_codes_ptr = pointer(row + 3, tl.uint8, ALIGNED)       # uint8 [n]  read and written
-    accumulator_range_ptr = pointer(row + 4, tl.int16, ALIGNED)       # int16 [blocks of 64]  read and written
-    momentum_buffer_codes_ptr = pointer(row + 5, tl.uint8, ALIGNED)   # uint8 [n]  read and written
-    momentum_buffer_scale_ptr = pointer(row + 6, tl.int16, ALIGNED)   # int16 [blocks of 64]  read and written
-    numel = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    stream_key = tl.load(row + 9).to(tl.int32)
-    pace = (tl.load(row + 12) + 63) // 64 * 64
-    begin = tl.load(row + 10) * pace + tl.load(row + 11) // 64 * 64
-    BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
-    LESS: tl.constexpr = FEW * 64
-    few_blocks = tl.arange(0, FEW)
-    if RAGGED:
-        # Rows end within a block: tiles count blocks row by row, every access is masked.
-        per_row = (columns + 63) // 64
-        blocks = numel // columns * per_row
-        end = tl.minimum((first + TILES) * (BLOCKS // FEW), tl.cdiv(blocks, FEW))
-        for tile in range(first * (BLOCKS // FEW), end):
-            block = tile * FEW + few_blocks
-            start = block // per_row * columns
-            lane = (block % per_row * 64)[:, None] + tl.arange(0, 64)[None, :]
-            where = start[:, None] + lane
-            live_block = block < blocks
-            live = (lane < columns) & live_block[:, None]
-            number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
-            number = number[:, None] + tl.arange(0, 64)[None, :]
-            sm3_float16_has_momentum_no_factored_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_codes_ptr, accumulator_range_ptr, momentum_buffer_codes_ptr,
-                momentum_buffer_scale_ptr, where, block, live, live_block, number, momentum, eps,
-                grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-            )
-    else:
-        at_block = tl.arange(0, BLOCKS)
-        at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
-        few = few_blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        accumulator_codes_ptr += origin
-        accumulator_range_ptr += first * BLOCKS
-        momentum_buffer_codes_ptr += origin
-        momentum_buffer_scale_ptr += first * BLOCKS
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_float16_has_momentum_no_factored_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_codes_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    momentum_buffer_codes_ptr + start + odd * TILE,
-                    momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
-                    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            live_block = few_blocks * 64 < count - start
-            sm3_float16_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_codes_ptr + start,
-                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_codes_ptr + start,
-                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float16_has_momentum_no_factored_tile, SWEEP, (momentum, eps,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr), step_key, GRAD, TILES,
+        RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -3792,67 +3212,17 @@ def sm3_float16_has_momentum_no_factored_small(
     one_minus_momentum_times_grad_scale: tl.float32, lr_times_momentum: tl.float32,
     lr_times_one_minus_momentum_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        11, 5, ((0, tl.float16), (1, None), (2, tl.uint8), (3, tl.float32), (4, tl.float32)), parts=2,
+        counted=True, keys=("step", "stream"),
+    ),
 ):
-    """sm3: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 11 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
-    accumulator_ptr = pointer(row + 3, tl.float32, ALIGNED)           # float32 [n]  read and written
-    momentum_buffer_ptr = pointer(row + 4, tl.float32, ALIGNED)       # float32 [n]  read and written
-    numel = tl.load(row + 5)
-    stream_key = tl.load(row + 7).to(tl.int32)
-    pace = tl.load(row + 10)
-    begin = tl.load(row + 8) * pace + tl.load(row + 9)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    if RAGGED:
-        # Rows are parts of longer ones, or begin within eight elements: every access is masked.
-        columns = tl.load(row + 6)
-        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))
-        for tile in range(first * (TILE // LESS), end):
-            where = tile * LESS + few
-            live = where < numel
-            number = (begin + where // columns * pace + where % columns).to(tl.int32)
-            sm3_float16_has_momentum_no_factored_small_tile(
-                p_ptr, g_ptr, weight_low_ptr, accumulator_ptr, momentum_buffer_ptr, where, live, number, momentum, eps,
-                grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
-    else:
-        at = tl.arange(0, TILE)
-        origin = first * TILE
-        p_ptr += origin
-        g_ptr += origin
-        weight_low_ptr += origin
-        accumulator_ptr += origin
-        momentum_buffer_ptr += origin
-        count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-        before = (begin // 8 * 8 + origin).to(tl.int32)
-        for pair in range(0, count // (2 * TILE)):
-            pair = opaque(pair)
-            start = pair * (2 * TILE)
-            for odd in tl.static_range(2):
-                sm3_float16_has_momentum_no_factored_small_tile(
-                    p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
-                    one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, False,
-                )
-        full = count // (2 * TILE) * 2
-        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-            part = opaque(part)
-            start = full * TILE + part * LESS
-            live = few < count - start
-            sm3_float16_has_momentum_no_factored_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, few, live, numbered(before + start, few), momentum, eps,
-                grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-            )
+    """sm3: the tiles of one work item."""
+    walk(
+        table, work, sm3_float16_has_momentum_no_factored_small_tile, SWEEP, (momentum, eps,
+        grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
+        lr_times_one_minus_momentum_times_grad_scale), step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

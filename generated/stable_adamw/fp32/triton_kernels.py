@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -42,42 +43,13 @@ def stable_adamw_float32_1(
     table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (3, tl.float32)), parts=2, sums=(("product", (7,)),)),
 ):
-    """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_for_surprise_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, scalar_0, beta2_hat,
-                eps_times_eps, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """stable_adamw: the tiles of one work item."""
+    walk(
+        table, work, stable_adamw_float32_1_tile, SWEEP, (scalar_0, beta2_hat, eps_times_eps), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -161,45 +133,16 @@ def stable_adamw_float32_3(
     table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
     beta2_hat: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one"),
+        (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 5, tl.float32, ALIGNED)                  # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            stable_adamw_float32_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps,
-                beta1_hat, scalar_1, scalar_0, beta2_hat, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        stable_adamw_float32_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
-            beta2_hat, True,
-        )
+    """stable_adamw: the tiles of one work item."""
+    walk(
+        table, work, stable_adamw_float32_3_tile, SWEEP, (eps, beta1_hat, scalar_1, scalar_0, beta2_hat),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -223,42 +166,13 @@ def stable_adamw_bfloat16_1(
     table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (3, tl.float32)), parts=2, sums=(("product", (7,)),)),
 ):
-    """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_for_surprise_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, scalar_0, beta2_hat,
-                eps_times_eps, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """stable_adamw: the tiles of one work item."""
+    walk(
+        table, work, stable_adamw_bfloat16_1_tile, SWEEP, (scalar_0, beta2_hat, eps_times_eps), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -297,45 +211,16 @@ def stable_adamw_bfloat16_3(
     table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
     beta2_hat: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one"),
+        (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 5, tl.float32, ALIGNED)                  # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            stable_adamw_bfloat16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps,
-                beta1_hat, scalar_1, scalar_0, beta2_hat, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        stable_adamw_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
-            beta2_hat, True,
-        )
+    """stable_adamw: the tiles of one work item."""
+    walk(
+        table, work, stable_adamw_bfloat16_3_tile, SWEEP, (eps, beta1_hat, scalar_1, scalar_0, beta2_hat),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -359,42 +244,13 @@ def stable_adamw_float16_1(
     table, work, scalar_0: tl.float32, beta2_hat: tl.float32, eps_times_eps: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(20, 11, ((1, None), (3, tl.float32)), parts=2, sums=(("product", (7,)),)),
 ):
-    """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_for_surprise_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 11)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at, scalar_0, beta2_hat,
-                eps_times_eps, False,
-            )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
-        )
-        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
-    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    """stable_adamw: the tiles of one work item."""
+    walk(
+        table, work, stable_adamw_float16_1_tile, SWEEP, (scalar_0, beta2_hat, eps_times_eps), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -431,45 +287,16 @@ def stable_adamw_float16_3(
     table, work, eps: tl.float32, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_0: tl.float32,
     beta2_hat: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(
+        20, 11, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32), (6, tl.float32, "one"),
+        (5, tl.float32, "one")), parts=2,
+    ),
 ):
-    """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
-    rate_ptr = pointer(row + 5, tl.float32, ALIGNED)                  # float32 [1]  read
-    numel = tl.load(row + 11)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            stable_adamw_float16_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps,
-                beta1_hat, scalar_1, scalar_0, beta2_hat, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        stable_adamw_float16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
-            beta2_hat, True,
-        )
+    """stable_adamw: the tiles of one work item."""
+    walk(
+        table, work, stable_adamw_float16_3_tile, SWEEP, (eps, beta1_hat, scalar_1, scalar_0, beta2_hat),
+        step_key, GRAD, TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

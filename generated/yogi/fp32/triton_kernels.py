@@ -19,7 +19,8 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, sign, widened
+from optgen.runtime.triton_prelude import get, minus, put, reciprocal, sign, widened
+from optgen.runtime.triton_walk import Sweep, walk
 
 
 @triton.jit
@@ -58,45 +59,15 @@ def yogi_float32(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float32), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            yogi_float32_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        yogi_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-        )
+    """yogi: the tiles of one work item."""
+    walk(
+        table, work, yogi_float32_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+        scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -139,45 +110,15 @@ def yogi_bfloat16(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.bfloat16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            yogi_bfloat16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        yogi_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-        )
+    """yogi: the tiles of one work item."""
+    walk(
+        table, work, yogi_bfloat16_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+        scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 @triton.jit
@@ -218,45 +159,15 @@ def yogi_float16(
     lr_over_one_minus_beta1_pow_t_times_beta1: tl.float32, scalar_6: tl.float32, scalar_7: tl.float32,
     scalar_8: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    SWEEP: tl.constexpr = Sweep(10, 4, ((0, tl.float16), (1, None), (2, tl.float32), (3, tl.float32)), parts=2),
 ):
-    """yogi: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 10 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    numel = tl.load(row + 4)
-    LESS: tl.constexpr = TILE // 2
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    exp_avg_ptr += origin
-    exp_avg_sq_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            yogi_float16_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
-            )
-    full = count // (2 * TILE) * 2
-    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
-        part = opaque(part)
-        start = full * TILE + part * LESS
-        live = few < count - start
-        yogi_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-        )
+    """yogi: the tiles of one work item."""
+    walk(
+        table, work, yogi_float16_tile, SWEEP, (beta1, one_minus_lr_times_weight_decay,
+        one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+        scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8), step_key, GRAD,
+        TILES, RAGGED, ALIGNED, TILE,
+    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
