@@ -34,9 +34,7 @@ class Blocked(Curved):
 
     Nearest encoding is idempotent, codes and all, where the largest element gets the last code and so keeps the
     scale: 127 / (1 + 2^-8) rounds to 127, for N = 255 the scale must be ue7m9 (or fp32).
-    A block with an Inf, or a signed one with a NaN, decodes to NaN, all of it and nothing else; its codes are
-    unspecified.  A NaN in an unsigned block does so where its sign bit is clear, which is the platform's choice;
-    else it reads as some value of its block.
+    A block with an Inf or NaN decodes to NaN, all of it and nothing else; its codes are unspecified.
     """
 
     bits: int = 8
@@ -94,7 +92,7 @@ class Blocked(Curved):
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = self.counted(x, root)
-        top = block_max(bits(abs(value) if self.signed else value), self.block)
+        top = block_max(bits(abs(value)), self.block)  # also of what is not negative: machines set the sign of a NaN
         stored_scale, scale = self.scale.encode(top)
         return narrow.cut(self._code(value, scale, noise), self.bits) | {"scale": stored_scale}
 

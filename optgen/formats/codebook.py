@@ -107,7 +107,7 @@ class Codebook(Coded):
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = self.counted(x, root)
-        top = block_max(bits(abs(value) if self.signed else value), self.block)
+        top = block_max(bits(abs(value)), self.block)
         if self.low > self.scale.low:
             top = maximum(top, pattern_of(self.low))
         stored_scale, scale = self.scale.encode(top)

@@ -119,7 +119,7 @@ class Fp8(Coded):
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = self.counted(x, root)
-        top = block_max(bits(abs(value) if self.signed else value), self.block)
+        top = block_max(bits(abs(value)), self.block)
         share = bits(from_bits(top) / self.largest)
         if self.low > self.scale.low:
             share = maximum(share, pattern_of(self.low))

@@ -122,7 +122,7 @@ class Rank1(Curved):
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = self.counted(x, root)
-        magnitude = abs(value) if self.signed else value
+        magnitude = abs(value) if self.signed or self.in_blocks else value
         if self.in_blocks:
             top = maximum(from_bits(block_max(bits(magnitude), self.vectors)), self.lowest)
             scales = {"scale": top}

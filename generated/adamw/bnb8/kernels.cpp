@@ -89,7 +89,7 @@ struct adamw_float32 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -264,7 +264,7 @@ struct adamw_bfloat16 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -446,7 +446,7 @@ struct adamw_float16 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -638,8 +638,8 @@ struct adamw_float32_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -848,8 +848,8 @@ struct adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -1065,8 +1065,8 @@ struct adamw_float16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);

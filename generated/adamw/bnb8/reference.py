@@ -293,7 +293,7 @@ def adamw_float32(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -380,7 +380,7 @@ def adamw_bfloat16(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -468,7 +468,7 @@ def adamw_float16(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -559,11 +559,11 @@ def adamw_float32_amsgrad(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -663,11 +663,11 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -768,11 +768,11 @@ def adamw_float16_amsgrad(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -855,7 +855,7 @@ def adamw_float32_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -928,7 +928,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -1002,7 +1002,7 @@ def adamw_float16_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -1080,11 +1080,11 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -1170,11 +1170,11 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_241efe9d)
@@ -1261,11 +1261,11 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_22a26342)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_241efe9d)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_241efe9d)

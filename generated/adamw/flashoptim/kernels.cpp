@@ -99,7 +99,7 @@ struct adamw_float32 {
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(p_at + i, p_3);
@@ -218,7 +218,7 @@ struct adamw_bfloat16 {
                 const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
             }
@@ -372,7 +372,7 @@ struct adamw_float16 {
                 const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
             }
@@ -547,8 +547,8 @@ struct adamw_float32_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
@@ -699,8 +699,8 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
@@ -886,8 +886,8 @@ struct adamw_float16_amsgrad {
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);

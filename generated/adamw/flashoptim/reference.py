@@ -68,7 +68,7 @@ def adamw_float32(
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p)
     b.store(exp_avg_codes_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
@@ -143,7 +143,7 @@ def adamw_bfloat16(
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
@@ -217,7 +217,7 @@ def adamw_float16(
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
@@ -286,9 +286,9 @@ def adamw_float32_amsgrad(
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p)
     b.store(exp_avg_codes_tensor, ((2.0 * exp_avg_div / (1.0 + exp_avg_div.abs()) * 127.0 + 0.5).floor().to(torch.int32) + 128).to(torch.uint8))
@@ -379,9 +379,9 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
@@ -471,9 +471,9 @@ def adamw_float16_amsgrad(
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     exp_avg_div = exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     b.store(p_tensor, p_kept)
     b.store(weight_low_tensor, (p_code + 128).to(torch.uint8))
@@ -523,7 +523,7 @@ def adamw_float32_encode(values):
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(in_p),
@@ -593,7 +593,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(p_kept),
@@ -662,7 +662,7 @@ def adamw_float16_encode(values):
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(p_kept),
@@ -724,10 +724,10 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(in_p),
@@ -810,10 +810,10 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(p_kept),
@@ -895,10 +895,10 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_scale = exp_avg_top.view(torch.float32).clamp(min=1e-12)
     in_exp_avg_div = in_exp_avg / exp_avg_scale
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = max_exp_avg_sq_top.view(torch.float32).clamp(min=1e-12)
     return {
         "p": b.flat(p_kept),

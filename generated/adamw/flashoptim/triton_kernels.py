@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, counter, floor, get, inverse, minus, put, reciprocal, widened,
+    apart, block_magnitude, counter, floor, get, inverse, minus, put, reciprocal, widened,
 )
 from optgen.runtime.triton_walk import Sweep, walk
 
@@ -65,7 +65,7 @@ def adamw_float32_tile(
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
     put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
@@ -152,7 +152,7 @@ def adamw_bfloat16_tile(
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
     put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
@@ -237,7 +237,7 @@ def adamw_float16_tile(
     exp_avg_scale_rcp = inverse(exp_avg_scale)
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
     put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
@@ -314,12 +314,12 @@ def adamw_float32_amsgrad_tile(
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
     put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
     put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq_value, live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
@@ -420,12 +420,12 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
     put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
     put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq_value, live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)
@@ -523,12 +523,12 @@ def adamw_float16_amsgrad_tile(
     exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
     put(exp_avg_codes_ptr, at, (floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
     put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq_value, live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
     max_exp_avg_sq_scale_mul = 255.0 * inverse(max_exp_avg_sq_scale)

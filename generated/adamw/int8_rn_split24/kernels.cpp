@@ -109,7 +109,7 @@ struct adamw_float32 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
                 const F exp_avg_abs = abs(exp_avg);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(p_at + i, p_3);
@@ -283,7 +283,7 @@ struct adamw_bfloat16 {
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F exp_avg_abs = abs(exp_avg);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
             }
@@ -481,7 +481,7 @@ struct adamw_float16 {
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F exp_avg_abs = abs(exp_avg);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
             }
@@ -748,8 +748,8 @@ struct adamw_float32_amsgrad {
                 const F exp_avg_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
@@ -971,8 +971,8 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
@@ -1218,8 +1218,8 @@ struct adamw_float16_amsgrad {
                 const F exp_avg_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq_value)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq_value)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);

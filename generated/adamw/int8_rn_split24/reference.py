@@ -77,7 +77,7 @@ def adamw_float32(
     exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
@@ -186,7 +186,7 @@ def adamw_bfloat16(
     exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
@@ -318,7 +318,7 @@ def adamw_float16(
     exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
@@ -462,12 +462,12 @@ def adamw_float32_amsgrad(
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
@@ -601,12 +601,12 @@ def adamw_bfloat16_amsgrad(
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
@@ -764,12 +764,12 @@ def adamw_float16_amsgrad(
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
@@ -894,7 +894,7 @@ def adamw_float32_encode(values):
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
@@ -991,7 +991,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
@@ -1111,7 +1111,7 @@ def adamw_float16_encode(values):
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
@@ -1241,13 +1241,13 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
@@ -1365,13 +1365,13 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
@@ -1515,13 +1515,13 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
     exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq_value.abs().view(torch.int32), b.live)
     exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
     exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.abs().view(torch.int32), b.live)
     max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
     max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
     max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))

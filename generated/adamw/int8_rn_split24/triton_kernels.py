@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, byte, counter, get, inverse, joined, minus, put, reciprocal, widened,
+    apart, block_magnitude, byte, counter, get, inverse, joined, minus, put, reciprocal, widened,
 )
 from optgen.runtime.triton_walk import Sweep, walk
 
@@ -72,7 +72,7 @@ def adamw_float32_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
@@ -196,7 +196,7 @@ def adamw_bfloat16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
@@ -345,7 +345,7 @@ def adamw_float16_tile(
     exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
@@ -503,13 +503,13 @@ def adamw_float32_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
     put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq_value, live, MASKED)
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
@@ -656,13 +656,13 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
     put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq_value, live, MASKED)
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
@@ -833,13 +833,13 @@ def adamw_float16_amsgrad_tile(
     exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     put(exp_avg_codes_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
-    exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq_value, live, MASKED)
     exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
     exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
     put(exp_avg_sq_codes_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq_value, live, MASKED)
     max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
     put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)

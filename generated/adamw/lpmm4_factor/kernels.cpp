@@ -114,7 +114,7 @@ struct adamw_float32_vector {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
@@ -138,8 +138,9 @@ struct adamw_float32_vector {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
+                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -303,7 +304,7 @@ struct adamw_bfloat16_vector {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
@@ -328,8 +329,9 @@ struct adamw_bfloat16_vector {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
+                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -494,7 +496,7 @@ struct adamw_float16_vector {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
@@ -519,8 +521,9 @@ struct adamw_float16_vector {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
+                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -697,7 +700,7 @@ struct adamw_float32_amsgrad_vector {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
@@ -730,9 +733,11 @@ struct adamw_float32_amsgrad_vector {
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
+                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
+                const F max_exp_avg_sq_magnitude = abs(max_exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq_magnitude), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -928,7 +933,7 @@ struct adamw_bfloat16_amsgrad_vector {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
@@ -962,9 +967,11 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
+                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
+                const F max_exp_avg_sq_magnitude = abs(max_exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq_magnitude), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -1161,7 +1168,7 @@ struct adamw_float16_amsgrad_vector {
             store(exp_avg_sq_scale_mul_kept + b, exp_avg_sq_scale_mul);
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             fetch<BLOCK>(p_at, b);
@@ -1195,9 +1202,11 @@ struct adamw_float16_amsgrad_vector {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
+                const F exp_avg_sq_magnitude = abs(exp_avg_sq);
+                const F max_exp_avg_sq_magnitude = abs(max_exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
-                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq_magnitude), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq_magnitude), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);

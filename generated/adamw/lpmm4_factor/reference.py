@@ -209,7 +209,8 @@ def adamw_float32_vector(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -405,7 +406,8 @@ def adamw_bfloat16_vector(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -595,7 +597,8 @@ def adamw_float16_vector(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -847,11 +850,13 @@ def adamw_float32_amsgrad_vector(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    max_exp_avg_sq_magnitude = max_exp_avg_sq.abs()
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     max_exp_avg_sq_divisor = max_exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -1114,11 +1119,13 @@ def adamw_bfloat16_amsgrad_vector(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    max_exp_avg_sq_magnitude = max_exp_avg_sq.abs()
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     max_exp_avg_sq_divisor = max_exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -1375,11 +1382,13 @@ def adamw_float16_amsgrad_vector(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    max_exp_avg_sq_magnitude = max_exp_avg_sq.abs()
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     max_exp_avg_sq_divisor = max_exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -1513,7 +1522,8 @@ def adamw_float32_vector_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = in_exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -1656,7 +1666,8 @@ def adamw_bfloat16_vector_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = in_exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -1793,7 +1804,8 @@ def adamw_float16_vector_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = in_exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -1968,11 +1980,13 @@ def adamw_float32_amsgrad_vector_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = in_exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    max_exp_avg_sq_magnitude = in_max_exp_avg_sq.abs()
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     max_exp_avg_sq_divisor = max_exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = in_max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -2158,11 +2172,13 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = in_exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    max_exp_avg_sq_magnitude = in_max_exp_avg_sq.abs()
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     max_exp_avg_sq_divisor = max_exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = in_max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
@@ -2342,11 +2358,13 @@ def adamw_float16_amsgrad_vector_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    exp_avg_sq_magnitude = in_exp_avg_sq.abs()
+    exp_avg_sq_top = block_max(exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
+    max_exp_avg_sq_magnitude = in_max_exp_avg_sq.abs()
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq_magnitude.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     max_exp_avg_sq_divisor = max_exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = in_max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)

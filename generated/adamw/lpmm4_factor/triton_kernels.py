@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    block_magnitude, block_max, floor, get, inverse, minus, packed, pointer, put, reciprocal, rint, term,
-    unpacked, widened,
+    block_magnitude, floor, get, inverse, minus, packed, pointer, put, reciprocal, rint, term, unpacked,
+    widened,
 )
 from optgen.runtime.triton_walk import Sweep, walk
 
@@ -676,7 +676,8 @@ def adamw_float32_vector_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_magnitude = tl.abs(exp_avg_sq)
+    exp_avg_sq_top = tl.maximum(block_magnitude(exp_avg_sq, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
@@ -1180,7 +1181,8 @@ def adamw_bfloat16_vector_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_magnitude = tl.abs(exp_avg_sq)
+    exp_avg_sq_top = tl.maximum(block_magnitude(exp_avg_sq, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
@@ -1678,7 +1680,8 @@ def adamw_float16_vector_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_magnitude = tl.abs(exp_avg_sq)
+    exp_avg_sq_top = tl.maximum(block_magnitude(exp_avg_sq, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
@@ -2595,14 +2598,16 @@ def adamw_float32_amsgrad_vector_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_magnitude = tl.abs(exp_avg_sq)
+    exp_avg_sq_top = tl.maximum(block_magnitude(exp_avg_sq, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_magnitude = tl.abs(max_exp_avg_sq)
+    max_exp_avg_sq_top = tl.maximum(block_magnitude(max_exp_avg_sq, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
@@ -3097,14 +3102,16 @@ def adamw_bfloat16_amsgrad_vector_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_magnitude = tl.abs(exp_avg_sq)
+    exp_avg_sq_top = tl.maximum(block_magnitude(exp_avg_sq, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_magnitude = tl.abs(max_exp_avg_sq)
+    max_exp_avg_sq_top = tl.maximum(block_magnitude(max_exp_avg_sq, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
@@ -3593,14 +3600,16 @@ def adamw_float16_amsgrad_vector_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_magnitude = tl.abs(exp_avg_sq)
+    exp_avg_sq_top = tl.maximum(block_magnitude(exp_avg_sq, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
     exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_codes_ptr, at_eight, packed((-1 - floor(0.5 - exp_avg_sq_exact).to(tl.int32)).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
+    max_exp_avg_sq_magnitude = tl.abs(max_exp_avg_sq)
+    max_exp_avg_sq_top = tl.maximum(block_magnitude(max_exp_avg_sq, live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)

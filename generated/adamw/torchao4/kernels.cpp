@@ -93,7 +93,7 @@ struct adamw_float32 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -276,7 +276,7 @@ struct adamw_bfloat16 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -466,7 +466,7 @@ struct adamw_float16 {
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -669,8 +669,8 @@ struct adamw_float32_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -891,8 +891,8 @@ struct adamw_bfloat16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -1120,8 +1120,8 @@ struct adamw_float16_amsgrad {
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(abs(exp_avg_sq)), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(abs(max_exp_avg_sq)), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);

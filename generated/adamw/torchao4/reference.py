@@ -80,7 +80,7 @@ def adamw_float32(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -167,7 +167,7 @@ def adamw_bfloat16(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -255,7 +255,7 @@ def adamw_float16(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -346,11 +346,11 @@ def adamw_float32_amsgrad(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -450,11 +450,11 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -555,11 +555,11 @@ def adamw_float16_amsgrad(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -642,7 +642,7 @@ def adamw_float32_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -715,7 +715,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -789,7 +789,7 @@ def adamw_float16_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -867,11 +867,11 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -957,11 +957,11 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
@@ -1048,11 +1048,11 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    block_magnitude, block_max, get, inverse, minus, packed, put, reciprocal, rint, unpacked, widened,
+    block_magnitude, get, inverse, minus, packed, put, reciprocal, rint, unpacked, widened,
 )
 from optgen.runtime.triton_walk import Sweep, walk
 
@@ -65,7 +65,7 @@ def adamw_float32_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
@@ -180,7 +180,7 @@ def adamw_bfloat16_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
@@ -297,7 +297,7 @@ def adamw_float16_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
@@ -418,14 +418,14 @@ def adamw_float32_amsgrad_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq, live, MASKED)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
@@ -555,14 +555,14 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq, live, MASKED)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
@@ -694,14 +694,14 @@ def adamw_float16_amsgrad_tile(
     exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
     exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_codes_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
+    exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
     exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
     exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
     exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(exp_avg_sq_codes_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
+    max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq, live, MASKED)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)

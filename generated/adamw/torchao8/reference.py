@@ -292,7 +292,7 @@ def adamw_float32(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -379,7 +379,7 @@ def adamw_bfloat16(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -467,7 +467,7 @@ def adamw_float16(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -558,11 +558,11 @@ def adamw_float32_amsgrad(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -662,11 +662,11 @@ def adamw_bfloat16_amsgrad(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -767,11 +767,11 @@ def adamw_float16_amsgrad(
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
-    max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -854,7 +854,7 @@ def adamw_float32_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -927,7 +927,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -1001,7 +1001,7 @@ def adamw_float16_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -1079,11 +1079,11 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -1169,11 +1169,11 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
@@ -1260,11 +1260,11 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
-    exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
+    exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
-    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
+    max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
