@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import optgen
 from optgen.backends import cpp, cpp_stages
 from optgen.formats import Float, LogMax, narrow
 from optgen.lang import hyper, maximum, minimum, nonneg, optimizer, sqrt, state, where
@@ -49,6 +50,25 @@ def words(
     p = p - blocks
     first, typename = first_kept, constexpr
     return p, first, typename
+
+
+@optimizer
+def letters(
+    p, g, t, L=state(), values=state(nonneg), at=state(), TILE=state(), *,
+    lr=hyper(1e-2, ge=0), betas=hyper((0.9, 0.8, 0.5), ge=0, lt=1), scales=hyper((1.0, 0.25), ge=0),
+):  # fmt: skip
+    """Names of kernels, and upper case."""
+    a, b, c = betas
+    live, root = scales
+    L = a * L + (1 - a) * g
+    values = b * values + (1 - b) * g * g
+    at = c * at + (1 - c**t) * L
+    TILE = at * root + live * TILE * 0.5
+    MASKED = sqrt(values) + 1e-8
+    index = TILE / MASKED
+    I = index * lr
+    p = p - I * live
+    return p, L, values, at, TILE
 
 
 @optimizer(cite="none", name="Zeros")
@@ -95,6 +115,25 @@ def test_a_loop_of_its_own_reads_nothing_that_was_overwritten(param: str, isa: s
 def test_an_author_may_use_any_name(plan: str, isa: str, tmp_path: Path) -> None:
     """Found by review: a hyper-parameter `i` was the loop's counter, silently."""
     check(words, harness.plan_of(plan), "bfloat16", tmp_path, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_names_are_the_authors(plan: str, isa: str, tmp_path: Path) -> None:
+    """Parts called as a kernel's own variables, states and locals in upper case; @optimizer without parentheses."""
+    check(letters, harness.plan_of(plan), "bfloat16", tmp_path, isa)
+    pair = harness.Pair(letters, harness.schedule(letters, harness.plan_of(plan), "float32", "strict"), tmp_path)
+    ours, theirs = (pair.buffers((3, 70), torch.ones(3, 70)) for _ in range(2))
+    pair.run_reference(ours, torch.ones(3, 70), 1, 77, 3)
+    pair.run_triton(theirs, torch.ones(3, 70), 1, 77, 3)
+    assert all(harness.same_bits(ours[name], theirs[name]) for name in ours)
+    made = optgen.compile(letters, plan)
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    opt = made([p], betas=(0.9, 0.8, 0.4))
+    p.grad = torch.ones_like(p)
+    opt.step()
+    assert {"L", "values", "at", "TILE"} <= set(opt.state[p])
+    torch.testing.assert_close(p.detach(), letters.evaluate(torch.ones(64, 64), p.grad, 1, betas=(0.9, 0.8, 0.4))[0])
 
 
 @pytest.mark.parametrize("isa", ISAS)

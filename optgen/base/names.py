@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*(_[A-Za-z0-9]+)*\Z")
 _SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*\Z")
 
 
@@ -15,6 +16,15 @@ def is_snake(name: str) -> bool:
     (True, True, False, False, False)
     """
     return bool(_SNAKE.match(name)) and not keyword.iskeyword(name)
+
+
+def is_name(name: str) -> bool:
+    """Return True for what a state or hyper-parameter may be called: letters of either case, single underscores inside.
+
+    >>> is_name("exp_avg_sq"), is_name("L"), is_name("lambda"), is_name("_x"), is_name("x_")
+    (True, True, False, False, False)
+    """
+    return bool(_NAME.match(name)) and not keyword.iskeyword(name)
 
 
 def camel(name: str) -> str:

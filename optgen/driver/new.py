@@ -8,7 +8,7 @@ from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.base.names import camel, is_snake, snake
 from optgen.driver.load import home
-from optgen.lang.optimizer import RESERVED
+from optgen.lang.optimizer import RESERVED, VARIABLES
 
 CALLED = "sqrt"  # by the template: within a function of that name it would be the function
 TEMPLATE = '''"""{title}: what it does, in one line."""
@@ -42,7 +42,7 @@ def new(name: str, project: Path | None = None) -> Path:
     """Writes specs/<name>.py and returns its path; never over a file that is there."""
     spelled = snake(name)
     path = name.endswith(".py") or not set(name).isdisjoint("/\\.")
-    taken = spelled in RESERVED or spelled in ("plans", CALLED)
+    taken = spelled in RESERVED | VARIABLES or spelled in ("plans", CALLED)
     if path or not is_snake(spelled) or taken:
         remedy = (
             "choose another name: this one is used by generated code, by specs/ or in the spec"

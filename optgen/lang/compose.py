@@ -32,7 +32,8 @@ def _made(
     place = locs.of_frame(sys._getframe(2))
     for own in [x.name for xs in (hypers, flags, states) for x in xs]:
         if own in taken:
-            raise UserError("E115", loc=place, name=own, why=f"{inner.name} has something of that name already")
+            why, hint = f"{inner.name} has something of that name already", f"rename `{own}` in {inner.name}"
+            raise UserError("E115", loc=place, name=own, why=why, hint=hint)
     at = len(inner.states) + 1  # states of the device stand before those of the host
     order = (*inner.order[:at], *(s.name for s in states), *inner.order[at:])
     return replace(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import keyword
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_code
-from optgen.base.names import camel, is_snake, unique
+from optgen.base.names import camel, is_name, is_snake, snake, unique
 from optgen.lang import check
 from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
 from optgen.lang.source import Source
@@ -22,11 +23,15 @@ from optgen.lang.values import author_loc
 from optgen.ops import spaces
 
 LEAVES = ("p", "g", "t")
-# Names that generated code needs for itself: constructor arguments, kernel arguments, keys of a param group.
+# What users of the optimizer pass or read under these names: constructor arguments, keys of a group and of a state.
 RESERVED = frozenset(
     "p g t step params maximize plan overrides blocks module offload backend seed self state defaults param_groups "
-    "streams grad_scale step_key stream_key place index table work weight weight_low weight_master weight_compensation "
-    "numel at at_block live live_block b values scalars tl triton torch".split()
+    "streams grad_scale weight weight_low weight_master weight_compensation".split()
+)
+# What kernels call their own variables: tensors of that name get an underscore there.
+VARIABLES = frozenset(
+    "step_key stream_key place index table work numel at at_block live live_block b values scalars tl triton torch "
+    "ALIGNED ALL BLOCKS DENSE FEW GRAD LANES LESS MASKED OPTIONS RAGGED ROUND ROWS STORED TILE TILES WARPS".split()
 )
 # What generated code calls or takes where hyper-parameters, flags and host states are variables.
 CALLED = frozenset(
@@ -38,8 +43,23 @@ CALLED = frozenset(
 )
 
 
+@overload
+def optimizer(function: Callable[..., Any], /) -> Spec: ...
+
+
+@overload
 def optimizer(
-    function: object = None,
+    *,
+    cite: str = "",
+    like: str | None = None,
+    name: str | None = None,
+    evaluate: Callable[..., Any] | None = None,
+    matrix: Matrix | Literal["blocks"] = "last",
+) -> Callable[[Callable[..., Any]], Spec]: ...
+
+
+def optimizer(
+    function: Callable[..., Any] | None = None,
     /,
     *,
     cite: str = "",
@@ -47,7 +67,7 @@ def optimizer(
     name: str | None = None,
     evaluate: Callable[..., Any] | None = None,
     matrix: Matrix | Literal["blocks"] = "last",
-) -> Callable[[Callable[..., Any]], Spec]:
+) -> Spec | Callable[[Callable[..., Any]], Spec]:
     """Makes a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
 
     cite  the paper
@@ -59,9 +79,6 @@ def optimizer(
             ones; "first", of the first dimension (output neurons, channels) against all others; "blocks", the same,
             and the user may say of single parameters how many blocks of consecutive rows are one row each
     """
-    if function is not None:
-        what = "`@optimizer` stands without its parentheses"
-        raise UserError("E113", loc=author_loc(), what=what, hint='@optimizer(cite="...")')
     for option, text in (("cite", cite), ("like", like or ""), ("name", name or "")):
         if not isinstance(text, str):
             raise UserError("E113", loc=author_loc(), what=f"{option}= is a text, got {text!r}", hint="")
@@ -87,7 +104,7 @@ def optimizer(
             raise UserError("E113", loc=of_code(function.__code__), what=what, hint="a plain def that ends with return")
         return _spec(function, cite, like, name, evaluate, matrix)
 
-    return make
+    return make if function is None else make(function)
 
 
 _NO_TENSORS = "no tensor but the gradient comes from outside; what steps keep is a state: average=state()"
@@ -103,7 +120,10 @@ def _spec(
 ) -> Spec:
     source = Source(function)
     if not is_snake(source.name):
-        raise UserError("E115", loc=source.head, name=source.name, why="a spec is named in snake_case")
+        spelled = snake(source.name)
+        hint = f"def {spelled}(p, g, ...)" if is_snake(spelled) else "def my_rule(p, g, ...)"
+        hint += '; the class is named by @optimizer(name="...")'
+        raise UserError("E115", loc=source.head, name=source.name, why="a spec is named in snake_case", hint=hint)
     parameters = list(inspect.signature(function).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     leaves = [p.name for p in positional if p.default is p.empty]
@@ -211,8 +231,9 @@ def _parts(name: str, decl: HyperDecl, source: Source) -> tuple[str, ...]:
     if len(names) != len(decl.default):
         loc = source.parameters[name]
         raise UserError("E117", loc=loc, name=name, want=len(decl.default), got=", ".join(part for part, _ in names))
-    # `_, beta2 = betas` leaves a part without a name.
-    return tuple(f"{name}_{k}" if part == "_" else part for k, (part, _) in enumerate(names))
+    # `_, beta2 = betas` leaves a part without a name; `a, b = betas` names one as generated code names something else.
+    taken = {"_", *RESERVED, *VARIABLES, *CALLED} - {*LEAVES}
+    return tuple(f"{name}_{k}" if part in taken else part for k, (part, _) in enumerate(names))
 
 
 def _check_names(spec: Spec) -> None:
@@ -224,18 +245,23 @@ def _check_names(spec: Spec) -> None:
         named += [(h.name, h.loc)] + [(part, places.get(part, h.loc)) for part in h.parts if part != h.name]
     tensors = {s.name for s in spec.states}  # whose variables get an underscore where they have to
     for name, loc in named:
-        if name in RESERVED or (name in CALLED and name not in tensors):
-            free = unique(name, {*RESERVED, *CALLED, *(taken for taken, _ in named)})
+        if name in RESERVED or (name in VARIABLES | CALLED and name not in tensors):
+            free = unique(name, {*RESERVED, *VARIABLES, *CALLED, *(taken for taken, _ in named)})
             hint = f"take another one, such as `{free}`"
             raise UserError("E115", loc=loc, name=name, why="generated code needs this name", hint=hint)
         if name in tensors and name.startswith(("in_", "out_")):
             why = "generated code puts in_ and out_ before the names of states"
-            raise UserError("E115", loc=loc, name=name, why=why)
-        if not is_snake(name):
-            raise UserError("E115", loc=loc, name=name, why="names are in snake_case")
+            hint = f"take another one, such as `{name.partition('_')[2]}`"
+            raise UserError("E115", loc=loc, name=name, why=why, hint=hint)
+        if not is_name(name):
+            plain = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+            hint = f"for instance `{plain}`" if is_name(plain) else "for instance `exp_avg`"
+            why = "names are made of letters, digits and single underscores between them"
+            raise UserError("E115", loc=loc, name=name, why=why, hint=hint)
         if name in seen:
             both = [place for place in (loc, seen[name]) if place]
-            raise UserError("E115", loc=both, name=name, why="it already names something else")
+            hint = "call one of the two otherwise"
+            raise UserError("E115", loc=both, name=name, why="it already names something else", hint=hint)
         seen[name] = loc
 
 
@@ -311,7 +337,8 @@ def _check_defaults(spec: Spec) -> None:
     for h in spec.hypers:
         for part, value in zip(h.parts, h.values, strict=True):
             if not h.allows(value):
-                raise UserError("E112", loc=h.loc, name=part, value=f"{value:g}", range=h.range)
+                hint = f"give it a default that is {h.range}, or {h.name} another range"
+                raise UserError("E112", loc=h.loc, name=part, value=f"{value:g}", range=h.range, hint=hint)
 
 
 def _check_return(spec: Spec) -> None:

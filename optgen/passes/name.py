@@ -26,6 +26,7 @@ RESERVED = {
     *"at_row at_col at_mat live_row live_col live_mat extent_rows extent_columns extent_elements".split(),
     *"term fold down larger axes dims indices".split(),
     *"both choose cube_root divide either negated root smaller".split(),
+    *"ALIGNED ALL BLOCKS DENSE FEW GRAD LANES LESS OPTIONS RAGGED ROUND ROWS STORED TILE TILES WARPS".split(),
     *"b values scalars quotient Blocks few_sum few_max newton_schulz put".split(),
 }
 
