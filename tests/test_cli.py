@@ -465,6 +465,11 @@ def test_what_plans_share_is_said_once(project: Path, run: Run) -> None:
     assert [line.split(":")[0] for line in out.splitlines() if "L11" in line] == ["mine under int8, fp32"]
 
 
+def test_new_says_that_it_shadows_a_ready_made_one(project: Path, run: Run) -> None:
+    assert "shadows a ready-made optimizer: `adamw`" in run("new", "adamw")[2]
+    assert run("new", "mine")[2] == ""
+
+
 def test_new_does_not_overwrite(project: Path, run: Run) -> None:
     run("new", "mine")
     (project / "specs/mine.py").write_text("# mine\n")

@@ -132,7 +132,7 @@ def test_names_are_the_authors(plan: str, isa: str, tmp_path: Path) -> None:
     opt = made([p], betas=(0.9, 0.8, 0.4))
     p.grad = torch.ones_like(p)
     opt.step()
-    assert {"L", "values", "at", "TILE"} <= set(opt.state[p])
+    assert all(any(key.startswith(name) for key in opt.state[p]) for name in ("L", "values", "at", "TILE"))
     torch.testing.assert_close(p.detach(), letters.evaluate(torch.ones(64, 64), p.grad, 1, betas=(0.9, 0.8, 0.4))[0])
 
 

@@ -140,7 +140,8 @@ TABLE: dict[str, Row] = {
     "E202": Row(
         "{function} is for host scalars, got a value in space {got}",
         "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
-        "element-wise there are sqrt, rsqrt, cbrt, square, and x ** y or power(x, y) of a number or host scalar y",
+        "per-element exp, log and tanh do not exist (yet); element-wise there are sqrt, rsqrt, cbrt, square, and "
+        "x ** y or power(x, y) of a number or host scalar y",
     ),
     "E203": Row(
         "`{name}` lives in space {want}, but the value returned for it lives in {got}",

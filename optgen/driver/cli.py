@@ -74,12 +74,16 @@ def _root(
 def new(name: Annotated[str, typer.Argument(help="The rule's name: my_rule, or MyRule.")], json: Json = False) -> None:
     """Start a spec: specs/NAME.py, which builds as it stands."""
     with session("new", json) as t:
+        from optgen.base import ready
         from optgen.base.loc import relative
         from optgen.driver.new import new as write
 
-        file = relative(str(write(name)))
+        path = write(name)
+        file = relative(str(path))
         t.result["file"] = file
         t.show(f"{file}: edit it, then `optgen build`")
+        if path.parent != ready.specs_dir() and (ready.specs_dir() / path.name).is_file():
+            t.log(f"it shadows a ready-made optimizer: `{path.stem}` is this file in this project", "yellow")
 
 
 @app.command()

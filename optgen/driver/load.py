@@ -429,7 +429,8 @@ def _meant(error: Exception | SystemExit, file: Path) -> str:
     if isinstance(error, SystemExit):
         return 'a file of specs is no program: what ends it belongs under `if __name__ == "__main__":`'
     if isinstance(error, NameError) and error.name:
-        return _home(error.name)
+        near = did_you_mean(error.name, optgen.lang.__all__)
+        return _home(error.name) or (near if near.startswith("did you mean") else "")
     if isinstance(error, ImportError):
         if "relative import" in str(error):
             return "a file beside this one is imported by its name alone: from helper import ..."
@@ -451,7 +452,8 @@ def _meant(error: Exception | SystemExit, file: Path) -> str:
     elif isinstance(error, AttributeError):
         name, source = error.name or "", error.obj
     elif isinstance(error, TypeError):
-        return _usage(str(error))
+        shapes = "states of other shapes do not exist (yet): there are state(), row(), col(), tensor_state(), scalar()"
+        return shapes if "unexpected keyword argument 'shape'" in str(error) else _usage(str(error))
     else:
         return ""
     known = [n for n in dir(source) if not n.startswith("_")] if isinstance(source, ModuleType) else []

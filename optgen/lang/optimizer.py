@@ -107,7 +107,10 @@ def optimizer(
     return make if function is None else make(function)
 
 
-_NO_TENSORS = "no tensor but the gradient comes from outside; what steps keep is a state: average=state()"
+_NO_TENSORS = (
+    "second-order rules, which take a further tensor such as a Hessian, do not exist (yet): no tensor but the gradient "
+    "comes from outside; what steps keep is a state: average=state()"
+)
 
 
 def _spec(

@@ -273,6 +273,12 @@ def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> Non
             bad, _ = _culprit(run, values, node, 0)
             place = _place(spec, trace, bad, list(new.values()))
             raise UserError("E141", loc=place, value=values[bad.uid][0], step=step)
+    # Before what it makes of others: the root of a negative state is NaN.
+    for s in spec.states:
+        if s.nonneg and s.name in trace.states:
+            for x, (p, g) in zip(values[trace.states[s.name].uid], run.grid, strict=True):
+                if x < 0:
+                    raise UserError("E142", loc=s.loc, name=s.name, value=f"{x:g}", step=step, p=f"{p:g}", g=f"{g:g}")
     for name, node, i in _not_finite(trace, run, values):
         p, g = run.grid[i]
         bad, j = _culprit(run, values, node, i)
@@ -286,8 +292,3 @@ def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> Non
             "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
             note=f"{where}; it took {took}, and reaches `{name}`", **hint,
         )  # fmt: skip
-    for s in spec.states:
-        if s.nonneg and s.name in trace.states:
-            for x, (p, g) in zip(values[trace.states[s.name].uid], run.grid, strict=True):
-                if x < 0:
-                    raise UserError("E142", loc=s.loc, name=s.name, value=f"{x:g}", step=step, p=f"{p:g}", g=f"{g:g}")

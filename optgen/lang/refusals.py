@@ -20,6 +20,30 @@ _FUNCTIONS = {
     "sum": "total(x)", "mean": "mean(x)", "amax": "amax(x)", "dot": "dot(a, b)",
 }  # fmt: skip
 _OPERANDS = {1: "x", 2: "a, b", 3: "c, a, b"}
+# Families that do not exist, by the names that they go by in torch, NumPy and math.
+_MISSING = (
+    (
+        "rand randn rand_like randn_like randint normal uniform bernoulli random gauss noise dropout",
+        "random numbers do not exist in rules (yet): the only noise is that of stochastic rounding, chosen by the plan",
+    ),
+    (
+        "matmul mm bmm mv addmm einsum outer kron T mT t transpose svd qr eigh eig inv inverse pinv cholesky linalg",
+        "products, transposes and decompositions of matrices do not exist (yet): there are dot(a, b), row_sum(a * b), "
+        "col_sum(a * b) and newton_schulz(x)",
+    ),
+    (
+        "tanh sigmoid softplus softmax erf atan atan2 arctan arctan2 sin cos tan sinh cosh log1p expm1 logsumexp",
+        "per-element exp, log, tanh and the like do not exist (yet): element-wise there are sqrt, rsqrt, cbrt, square "
+        "and power",
+    ),
+)
+
+
+def missing(name: str) -> str:
+    """Return the hint for a function or attribute of a family that does not exist; "" for other names."""
+    return next((hint for names, hint in _MISSING if name in names.split()), "")
+
+
 FUNCTIONS = "sqrt, rsqrt, cbrt, square, power, exp, log, sign, floor, rint, maximum, minimum, clip, equal and where"
 _TRUTH = {
     "max": "", "min": "", "sorted": "use maximum(a, b) and minimum(a, b) from optgen.lang",
@@ -64,11 +88,11 @@ def _ours(name: str) -> str:
 
 
 def instead_of(name: str) -> str:
-    """Return the hint that names our function for Python's, or nothing."""
+    """The hint that names our function for Python's, or says that there is none; "" for unknown names."""
     ours = _ours(name)
     known = sys.modules["optgen.lang"].__dict__["__all__"]
     from_lang = any(word in known for word in re.findall(r"(\w+)\(", ours))
-    return f"use {ours}" + (" from optgen.lang" if from_lang else "") if ours else ""
+    return f"use {ours}" + (" from optgen.lang" if from_lang else "") if ours else missing(name)
 
 
 def foreign(loc: Loc) -> UserError:
@@ -87,8 +111,7 @@ def length(loc: Loc) -> UserError:
 
 def product(loc: Loc) -> UserError:
     """a @ b."""
-    hint = "no kernel multiplies matrices: there are dot(a, b), row_sum(a * b), col_sum(a * b) and newton_schulz(x)"
-    return UserError("E102", loc=loc, what="@", hint=hint)
+    return UserError("E102", loc=loc, what="@", hint=missing("matmul"))
 
 
 def number(loc: Loc, default: str) -> UserError:

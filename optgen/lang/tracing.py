@@ -16,7 +16,7 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.ir.program import Let
 from optgen.lang.declare import HyperDecl
-from optgen.lang.refusals import MODULES, NO_TENSORS, called, indexed, instead_of, of_module
+from optgen.lang.refusals import MODULES, NO_TENSORS, called, indexed, instead_of, missing, of_module
 from optgen.lang.source import Source, Statement
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import TRACED, Absent, Value, author_loc
@@ -207,6 +207,8 @@ def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
         name = indexed(place)
         parts = next((len(h.values) for h in spec.hypers if h.name == name), 0)
         return f"`{name}` has {parts} parts, as many as its default: {name}[0] to {name}[{parts - 1}]" if parts else ""
+    if isinstance(error, AttributeError) and (hint := missing(error.name or "")):
+        return hint
     if ours := instead_of(name):
         return ours
     if isinstance(error, AttributeError) and isinstance(error.obj, Value):
