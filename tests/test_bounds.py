@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from optgen.base.errors import UserError
+from optgen.driver.explain import storage_lines
 from optgen.formats import (
     Blocked,
     Codebook,
@@ -21,6 +22,7 @@ from optgen.formats import (
     LogMinMax,
     Native,
     Noise,
+    Plan,
     Split,
     bf16_up,
     codebooks,
@@ -370,3 +372,15 @@ def test_slow_averages_have_no_steady_bound_to_nearest() -> None:
     assert steady_state(floats.bf16, 0.999).high == float("inf")
     assert steady_state(floats.bf16, 0.95).high < 1.1
     assert steady_state(LogMinMax(8, 64, rounding="stochastic"), 0.999, units=8).rms == pytest.approx(0.125, rel=0.03)
+
+
+@pytest.mark.parametrize("plan", [plans.int8_split24, plans.int4_split24, plans.int5_int3_split24], ids=str)
+def test_the_range_says_that_infinities_read_as_numbers(plan: Plan) -> None:
+    """Steps after a gradient whose square overflows are 0 in fp32 and too long here."""
+    fmt = plan.nonneg
+    block = torch.full((1, 1, 64), math.inf)
+    assert torch.isfinite(fmt.decode(fmt.encode(block))).all()
+    assert "Inf reads as a number" in one_step_bound(fmt).valid
+    states = adamw.present({f.name: False for f in adamw.flags})
+    text = " ".join(" ".join(storage_lines(adamw, plan.storage(states, dtypes.bf16, False))).split())
+    assert "steps which it divides become too long where those of fp32 become 0" in text

@@ -20,7 +20,7 @@ from optgen.formats import narrow
 from optgen.formats.bound import ONE, ROUNDOFF, Bound, Line, rational
 from optgen.formats.check import check_block, check_words, is_number
 from optgen.formats.format import Field, Noise, Rounding, View
-from optgen.formats.pseudolog import BEND, PseudoLog, tenths
+from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
 from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32
 
@@ -169,7 +169,7 @@ class LogMax(PseudoLog):
         span = self.span()
         valid = (
             f"for roots at most {span:g} octaves under their block's maximum; what lies further below it may read as "
-            f"{span:g} octaves under it, what lies under 2^-63 as that"
+            f"{span:g} octaves under it, what lies under 2^-63 as that{INFINITE}"
         )
         halves = 1 if self.noise_bits else 2
         return Bound(cell / halves, "root", valid, slack, rational(self.step, halves * 2**23))

@@ -19,7 +19,7 @@ from optgen.formats import narrow
 from optgen.formats.bound import ONE, ROUNDOFF, Bound, Line
 from optgen.formats.check import check_block, check_words
 from optgen.formats.format import Field, Noise, Rounding, View
-from optgen.formats.pseudolog import BEND, PseudoLog, tenths
+from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
 from optgen.lang.values import (
     Num,
     bits,
@@ -231,6 +231,7 @@ class LogMinMax(PseudoLog):
         valid = (
             f"for a block whose {what}s span at most {span:g} octaves; what lies further below the block's maximum "
             f"reads as at most {below:g} octaves under it, what lies under {least} as at most 1.5 cells more than that"
+            f"{INFINITE}"
         )
 
         def formula() -> Any:

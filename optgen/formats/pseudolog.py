@@ -12,6 +12,8 @@ from optgen.formats.format import Format, Rounding, View
 from optgen.formats.scales import of_pattern
 from optgen.lang.values import maximum, minimum, where
 
+INFINITE = "; Inf reads as a number, so that steps which it divides become too long where those of fp32 become 0"
+
 
 @dataclass(frozen=True)
 class PseudoLog(Format):

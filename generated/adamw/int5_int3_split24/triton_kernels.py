@@ -13,7 +13,8 @@
 #                 0.00391)
 #     exp_avg_sq  0.40625 B  3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
 #                 |error| <= 0.357 root; for roots at most 2 octaves under their block's maximum; what lies further
-#                 below it may read as 2 octaves under it, what lies under 2^-63 as that
+#                 below it may read as 2 octaves under it, what lies under 2^-63 as that; Inf reads as a number, so
+#                 that steps which it divides become too long where those of fp32 become 0
 #   traffic   10.125 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off

@@ -14,7 +14,8 @@
 #     exp_avg_sq  0.65625 B  5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 #                 |error| <= 0.429 root; for a block whose roots span at most 14.9 octaves; what lies further below
 #                 the block's maximum reads as at most 14.4 octaves under it, what lies under 2^-63 as at most 1.5
-#                 cells more than that
+#                 cells more than that; Inf reads as a number, so that steps which it divides become too long where
+#                 those of fp32 become 0
 #   traffic   10.625 B per bfloat16 parameter and step: 1 sweep, no temporaries
 #   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
