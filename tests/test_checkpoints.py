@@ -271,6 +271,25 @@ def test_random_bits_go_on_where_only_the_optimizer_has_names(released: bool) ->
     assert "streams" not in opt.param_groups[0] and "streams" not in opt.dense_state_dict()["param_groups"][0]
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_names_that_a_distributed_checkpoint_dropped_are_not_taken_for_none(flat: bool) -> None:
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    how = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
+    models = [torch.nn.Linear(80, 64) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    opts = [AdamW(model.named_parameters(), plan="int8_split24", backend="reference") for model in models]
+    trained(opts[0], list(models[0].parameters()), range(2))
+    dcp.set_optimizer_state_dict(
+        models[1], opts[1], dcp.get_optimizer_state_dict(models[0], opts[0], options=how), options=how
+    )
+    models[1].load_state_dict(models[0].state_dict())
+    for model, opt in zip(models, opts, strict=True):
+        trained(opt, list(model.parameters()), range(2, 4))
+    assert torch.equal(models[0].weight, models[1].weight)
+    assert "streams" not in opts[1].param_groups[0]
+
+
 @pytest.mark.parametrize("streams", ["w", [["w"]], [("w", 1.0)], 3])
 def test_records_of_streams_are_checked(streams: object) -> None:
     opt, _ = stepped(AdamW, "int8_split24")

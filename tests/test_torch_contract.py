@@ -531,7 +531,7 @@ def test_what_lacks_more_than_a_momentum_does_not_fit() -> None:
     params, opt = of_sgd(generated.RMSprop, plan="int8_split24")
     whole_steps(params, opt, (0.0, 0.5))
     saved = opt.state_dict()
-    for key in ("square_avg", "momentum_buffer_scale"):
+    for key in ("square_avg_codes", "momentum_buffer_scale"):
         broken = copy.deepcopy(saved)
         del broken["state"][1][key]
         with pytest.raises(ValueError, match=f"{key}: expected .*, it is missing"):

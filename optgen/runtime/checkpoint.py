@@ -211,7 +211,7 @@ def read(
     order = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, order, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
-    _take_streams(merged, saved_groups, order)
+    _take_streams(merged, saved_groups, order, saved.get(options.UNNAMED) is True)
     _take_overrides(cls, groups, merged, saved_groups, order)
     if cls.BLOCKS:
         _take_blocks(cls, groups, merged, saved_groups, order)
@@ -496,15 +496,18 @@ def _labels(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
     return found
 
 
-def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]) -> None:
-    """Record in merged groups by what the random bits of parameters go on that the checkpoint has no names for."""
+def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any], unnamed: bool) -> None:
+    """Record in merged groups by what the random bits of parameters go on, where that is not what they are called now.
+
+    unnamed   whether the optimizer that was saved had no names, so that bits went by positions
+    """
     found: dict[Any, plans.Label] = {}
     for group, labels in zip(saved, _labels(saved), strict=True):
-        own = keys.streams(group)
-        found.update((n, own.get(label, label)) for n, label in zip(group["params"], labels, strict=True))
+        own = keys.streams(group) | (dict(zip(labels, labels, strict=True)) if unnamed else {})
+        found.update((n, own[label]) for n, label in zip(group["params"], labels, strict=True) if label in own)
     for group, other, labels in zip(merged, saved, _labels(merged), strict=True):
         if "plan" in other:
-            pairs = [(label, found[order[id(p)]]) for p, label in zip(group["params"], labels, strict=True)]
+            pairs = [(label, found.get(order[id(p)], label)) for p, label in zip(group["params"], labels, strict=True)]
             group.pop("streams", None)
             if any(label != stream for label, stream in pairs):
                 group["streams"] = tuple(pairs)

@@ -1215,6 +1215,8 @@ class Optimizer(torch.optim.Optimizer):
         for group in found.get("param_groups", ()):  # hooks may have made it another
             if isinstance(group, dict):
                 group.update(options.in_plain_numbers(type(self), group))
+        if all(group.get("param_names") is None for group in self.param_groups):
+            found[options.UNNAMED] = True
         own = checkpoint.own_names(type(self), self.param_groups, self.state)
         for group, names in zip(found.get("param_groups", ()), own, strict=False):
             if isinstance(group, dict):

@@ -31,6 +31,10 @@ ENTRIES, BESIDE = "own_entries", "own_keys"
 """Keys of a saved group that name what a user keeps in the states of its parameters and, in the first one, beside
 them: so these are told from what is of another rule or plan, or damaged."""
 
+UNNAMED = "unnamed"
+"""Key of a state dict, beside its groups, of an optimizer without names: other packages drop `param_names` from groups
+that have them."""
+
 FOREIGN = frozenset({"params", "backend", "format", ENTRIES, BESIDE, *IGNORED, *REFUSED, *RUNNING})
 """Keys of a saved group that say how its optimizer ran or was saved, not what it had learned: not taken over."""
 
