@@ -20,7 +20,7 @@ from optgen.formats import Codebook, Format, Fp8, Noise, Plan, codebooks, fp32, 
 from optgen.formats.fp8 import numbers
 from optgen.ir import node as ir
 from optgen.ir.node import Node
-from optgen.lang import values
+from optgen.lang import hyper, maximum, nonneg, optimizer, state, values
 from optgen.ops import dtypes, spaces
 from optgen.ops.tables import CELL, EXACT, NEVER, Table, after, book, cell_ends
 from optgen.runtime import control, native, workspace
@@ -694,3 +694,34 @@ def test_a_number_of_another_library_is_told_from_one_out_of_range(k: float, hin
     with pytest.raises(UserError) as caught:
         softsign(k)
     assert str(caught.value).splitlines()[0].endswith(hint)
+
+
+@optimizer()
+def by_last_size(p, g, size=state(nonneg), *, lr=hyper(1.0, ge=0)):
+    p = p - lr * size
+    size = maximum(g, 0.0)
+    return p, size
+
+
+UNSIGNED: list[Format] = [Codebook(codebooks.linear_nozero(4), 4, 64)]
+UNSIGNED += [Codebook(codebooks.dynamic(False, 8), 8, 64, rounding="nearest")]
+UNSIGNED += [Fp8("ue4m4", 64), Fp8("ue5m3", 64, rounding="nearest")]
+
+
+@pytest.mark.parametrize("fmt", UNSIGNED, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+def test_a_block_with_a_nan_of_either_sign_reads_as_nan(fmt: Format, backend: str) -> None:
+    """All of it, and nothing else, as the docstrings of Codebook and Fp8 say."""
+    plan = Plan("a table", nonneg=fmt, small_numel=0)
+    p = torch.nn.Parameter(torch.zeros(4, 64))
+    opt = optgen.compile(by_last_size, plan=plan)([p], backend=backend)
+    for word in (0x7FC00000, -1):
+        p.grad = torch.ones(4, 64)
+        p.grad.view(torch.int32)[1, 3] = word
+        opt.step()
+        p.grad = torch.zeros(4, 64)
+        opt.step()
+        assert p[1].isnan().all()
+        assert p[[0, 2, 3]].isfinite().all()
+        with torch.no_grad():
+            p.zero_()
