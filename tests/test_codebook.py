@@ -453,12 +453,12 @@ def test_lines_in_a_kernel_keep_codes(tmp_path: Path) -> None:
     ours, theirs = pair.buffers((64, 512), weight), pair.buffers((64, 512), weight)
     pair.run_reference(ours, g, 1, 1, 99, lr=1e-2)
     pair.run_cpp([(theirs, g, 99)], 1, 1, lr=1e-2)
-    for state, fmt in (("exp_avg", plan.signed), ("exp_avg_sq", plan.nonneg)):
+    for name, fmt in (("exp_avg", plan.signed), ("exp_avg_sq", plan.nonneg)):
         assert isinstance(fmt, Codebook)
-        a, b = (x[f"{state}_codes"].int() for x in (ours, theirs))
+        a, b = (x[f"{name}_codes"].int() for x in (ours, theirs))
         apart = a != b
         assert int((a - b).abs().max()) <= 1
-        m = 0.1 * g.double() if state == "exp_avg" else 0.001 * g.double() ** 2
+        m = 0.1 * g.double() if name == "exp_avg" else 0.001 * g.double() ** 2
         number = (m.view(64, 2, 256) / m.view(64, 2, 256).abs().amax(-1, keepdim=True)).view(64, 512)[apart]
         edge = torch.minimum(a, b)[apart].long()
         end, gap = f32(cell_ends(fmt.table, fmt.ties))[edge], f32(fmt.table).diff()[edge]
