@@ -1,4 +1,4 @@
-"""What a format states of its own error: a bound, and the numbers over which a certificate looks for the worst one."""
+"""The bound that a format states of its error, and the numbers over which a certificate looks for the worst one."""
 
 from __future__ import annotations
 

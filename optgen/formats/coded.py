@@ -1,4 +1,4 @@
-"""What formats share whose codes count in units of a scale."""
+"""The bases of formats whose codes count in units of a scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optgen.lang.values import Num
 from optgen.ops.tables import CELL, EXACT
 
 NOISE_BITS = 12
-"""What a code of 8 bits or fewer draws where it is rounded stochastically."""
+"""Random bits for a code of 8 bits or fewer that is rounded stochastically."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Coded(Format):
 
     @property
     def described(self) -> tuple[str, str]:
-        """What of a value is counted, and how it is rounded, in words."""
+        """The kind of number that codes count and the rounding, in words."""
         what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
         return what, "stochastic" if self.noise_bits else "nearest"
 
@@ -61,7 +61,7 @@ class Coded(Format):
 
     @abstractmethod
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
-        """What was divided by the scale, as it is kept."""
+        """Return the kept number that had been divided by the scale."""
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         value = self.times_scale(parts)
@@ -76,7 +76,7 @@ class Coded(Format):
 
     @property
     def what(self) -> str:
-        """What is divided by the scale, as messages call it."""
+        """The number that is divided by the scale, as messages call it."""
         return "x / root" if self.relative else "root" if self.of == "sqrt" else "x"
 
     def of_scale(self, value: float, of: str, valid: str, slack: float, **more: Any) -> Bound:
@@ -95,7 +95,7 @@ class Curved(Coded):
 
     @property
     def zero(self) -> str:
-        """How code 0 of an unsigned format reads: "half" a code, "keep" (as 0), or "free": codes begin at 1."""
+        """The reading of code 0 of an unsigned format: "half" a code, "keep" (0), or "free": codes begin at 1."""
         return "keep"
 
     def error_of_codes(self) -> tuple[float, float, Any]:
@@ -113,7 +113,7 @@ class Curved(Coded):
 
     @property
     def below(self) -> float:
-        """How far below the scale its last code reads, relative."""
+        """The relative distance of the last code's reading below the scale."""
         return BELOW
 
     def stuck(self, decay: float) -> tuple[int, float, str]:

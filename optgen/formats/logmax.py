@@ -68,7 +68,7 @@ class LogMax(PseudoLog):
 
     @property
     def of(self) -> Literal["sqrt"]:
-        """What is kept: the root."""
+        """Always the root."""
         return "sqrt"
 
     @property
@@ -83,7 +83,7 @@ class LogMax(PseudoLog):
 
     @property
     def lean(self) -> float:
-        """How much less often than by its distance a root is rounded up, so that its square keeps its mean.
+        """The bias of stochastic rounding of a root towards the lower point, so that the mean of its square is kept.
 
         Between a and b the square does where the upper one has probability f (2 a + f (b - a)) / (a + b), which is
         f - f (1 - f) (b - a) / (a + b).
@@ -116,7 +116,7 @@ class LogMax(PseudoLog):
         return parts, from_bits(start + (code & self.codes) * self.step)
 
     def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num]:
-        """What is stored, and from it: the pattern that code 0 stands for, the code (its last bits), all i32.
+        """Return (the fields, the pattern that code 0 stands for, the code in its last bits), all i32.
 
         x >= +0 (see `plus_zero`): the pattern of -0 is the least of all integers, and wraps.
         """

@@ -1,4 +1,4 @@
-"""What formats share that count cells of a pseudo-logarithm: the bit pattern of a positive f32, read as an integer."""
+"""The base of formats that count cells of a pseudo-logarithm: the bit pattern of a positive f32 as an integer."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def key(name: str) -> Node:
 
 
 def extent(name: str) -> Node:
-    """How many `rows` or `columns` the matrix of the last two dimensions has, or `elements` the tensor."""
+    """Return the node of how many `rows` or `columns` the last two dimensions have, or `elements` the tensor."""
     return _make("extent", (), name, dtypes.f32, spaces.tensor)
 
 

@@ -60,17 +60,17 @@ class Prim:
 
     @property
     def arity(self) -> int:
-        """How many operands it takes; -1: any number."""
+        """The number of operands; -1: any."""
         return -1 if "*" in self.takes else len(self.takes)
 
     @property
     def arithmetic(self) -> bool:
-        """Whether it takes numbers and no conditions."""
+        """True if it takes numbers and no conditions."""
         return "n" in self.takes or "f" in self.takes
 
     @property
     def spelled(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.shown or (self.infix[0] if self.infix else f"{self.name}()")
 
 
@@ -184,13 +184,13 @@ _ROWS = (
 PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}
 
 ON_HOST = frozenset(p.name for p in _ROWS if p.host)
-"""What host scalars are made with: each has a spelling of its own in Python (backends/host.py), in fp64."""
+"""The primitives of host scalars: each has a spelling of its own in Python (backends/host.py), in fp64."""
 
 REDUCTIONS = {p.name: (p.space, p.combine) for p in _ROWS if p.combine}
 """op -> (space of the result, combine)."""
 
 GATHERS = {"axis_max": "axis", "axis_min": "col"}
-"""Of values of another small space, several for each result: op -> the space of the result."""
+"""Primitives on values of another small space, several for each result: op -> the space of the result."""
 
 
 def symbol(name: str, sympy: Any) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ EXP2_UNITS, LOG2_UNITS, CBRT_UNITS = 6.0, 8.0, 4.0
 
 @dataclass(frozen=True)
 class Model:
-    """How the machine rounds: relative `unit`, absolute `tiny`; `regroups`: quotients are products with 1 / y, and
+    """The rounding of a machine: relative `unit`, absolute `tiny`; `regroups`: quotients are products with 1 / y, and
     the factors of products and roots come in any order."""
 
     unit: float = F32_UNIT
@@ -147,7 +147,7 @@ class Interval:
 
     @property
     def known(self) -> Tensor:
-        """Where anything is claimed."""
+        """A mask: True where anything is claimed."""
         return ~(self.lo.isnan() | self.hi.isnan())
 
     def distance(self, x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Interval:
         return torch.where(far.isnan(), torch.inf, far)
 
     def contains(self, x: Tensor) -> Tensor:
-        """Where x lies inside; True where nothing is claimed."""
+        """Return a mask: True where x lies inside, and where nothing is claimed."""
         x = x.to(torch.float64)
         return ~self.known | ((self.lo <= x) & (x <= self.hi))
 
@@ -244,7 +244,7 @@ class Interval:
     __radd__, __rmul__ = __add__, __mul__
 
     def __pow__(self, e: float) -> Interval:
-        """As traced values do it: products for whole exponents, else the reader's power.
+        """Raise to a power as traced values do: products for whole exponents, else the reader's power.
 
         Kernels have either for a number with a point, which may be the author's or a hyper-parameter's value.
         """
@@ -322,7 +322,7 @@ def _around(x: Interval, y: Interval) -> Interval:
 
 
 def _finite(x: Tensor) -> bool:
-    """Whether all of it is: nearly always, and then nothing else need be asked."""
+    """Return True if all of it is finite: nearly always, and then nothing else need be asked."""
     return bool(x.isfinite().all())
 
 
