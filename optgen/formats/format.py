@@ -127,8 +127,9 @@ class Format(ABC):
 
     def __init_subclass__(cls) -> None:
         """Forget what a base states of its error where a subclass of a whole format encodes or decodes otherwise."""
-        whole = any(issubclass(b, Format) and "encode" not in b.__abstractmethods__ for b in cls.__bases__)
-        if whole and {"encode", "decode", "times_scale"} & vars(cls).keys():
+        codec = {"encode", "decode"}
+        whole = any(issubclass(b, Format) and not codec & b.__abstractmethods__ for b in cls.__bases__)
+        if whole and {*codec, "times_scale"} & vars(cls).keys():
             for name in {"bound", "enclose", "stuck", "cell", "keeps_zero"} - vars(cls).keys():
                 setattr(cls, name, getattr(Format, name))
 

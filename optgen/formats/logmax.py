@@ -105,12 +105,6 @@ class LogMax(PseudoLog):
         last = -((self.lowest - self.highest) // self.step)
         return narrow.fields(self.bits) | {"peak": Field(i16, self.block, least=self.codes, most=last)}
 
-    def code(self, parts: Mapping[str, Num]) -> Num:
-        return narrow.joined(parts, self.bits)
-
-    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        return self._encode(x, noise)[0]
-
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, start, code = self._encode(x, noise)
         return parts, from_bits(start + (code & self.codes) * self.step)
