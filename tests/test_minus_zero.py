@@ -32,7 +32,7 @@ def test_minus_zero_decodes_as_the_smallest(tmp_path: Path) -> None:
     pair.run_triton(kept[1], g, 1, 0, 0)
     for name in kept[0]:
         assert harness.same_bits(kept[0][name], kept[1][name])
-    codes = kept[0]["below"]
+    codes = kept[0]["below_codes"]
     assert codes[:32].min() > codes[32:].max(), "-0 was taken for a number"
 
 
