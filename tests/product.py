@@ -408,7 +408,8 @@ def fresh(built: Built, weight: Tensor, hypers: Mapping[str, Any]) -> dict[str, 
         whole = b.space.name == "elem" and not b.dtype.packed
         out[b.name] = encoded[b.name].clone().contiguous().view(weight.shape if whole else encoded[b.name].shape)
         if b.owner not in starts:
-            out[b.name].fill_(built.case.storage.fields()[b.name].zero)
+            zero = built.case.storage.fields()[b.name].zero
+            out[b.name].fill_(int(zero) * (255 // ((1 << b.dtype.bits) - 1)) if b.dtype.packed else zero)
     out["p"] = rounded.clone()
     return out
 
