@@ -555,3 +555,25 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), step
                 different = [name for name, kept in run.buffers.items() if not harness.same_bits(kept, buffers[name])]
                 assert not different, f"{cell}: {backend} and reference differ in {different}: step {step}, {shape}"
     return reports
+
+
+def allowed_distance(
+    spec: Spec,
+    storage: Storage,
+    before: Mapping[str, Tensor],
+    g: Tensor,
+    step: int,
+    hypers: Mapping[str, Any],
+    host: Mapping[str, float] | None = None,
+    *,
+    model: Model = STRICT,
+    kept: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The largest distance of what is kept to the fp64 oracle, per element of "p" and of each state.
+
+    before  decoded "p" and states, fp32; inf where nothing can be promised (overflow, division by 0, NaN)
+    """
+    start = Values.decoded(before, host or {}, step, model)
+    after = differential.enclose(spec, storage, start, g, hypers, kept)
+    exact = differential.oracle(spec, before, g, step, host or {}, hypers)
+    return {k: x.distance(exact[k]) for k, x in {"p": after.p, **after.states}.items()}

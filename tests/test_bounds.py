@@ -42,7 +42,7 @@ from optgen.formats import (
 from optgen.formats.proofs import meant, prove
 from optgen.lang import sqrt
 from optgen.ops import dtypes
-from optgen.verify.bounds import master_bound, one_step_bound, steady_state, storage_bytes
+from optgen.verify.bounds import master_bound, one_step_bound, steady_state
 from optgen.verify.certificate import certify
 from specs import plans
 from specs.adamw import adamw
@@ -162,9 +162,9 @@ def test_bounds_of_weights_are_attained(master: object, param: dtypes.DType) -> 
 
 def test_bytes_are_derived_field_by_field() -> None:
     states = adamw.present({f.name: False for f in adamw.flags})
-    parts = storage_bytes(plans.int8_split24.storage(states, dtypes.bf16, False))
-    assert sum(parts.values()) == 5.0625
-    assert parts["p"] == 2
+    storage = plans.int8_split24.storage(states, dtypes.bf16, False)
+    assert storage.bytes_per_param == 5.0625
+    assert sum(f.bytes_per_param for f in storage.fields().values()) == 3.0625
 
 
 # -- proofs

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from optgen.ir import node as ir
 from optgen.ir.program import Buffer, Program, Store
 from optgen.ir.ranges import Intervals, is_plus, never_zero, ranges
-from optgen.ir.show import parse, text
+from optgen.ir.show import text
 from optgen.ir.verify import BrokenIR, verify
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import PRIMS
+from tests.ir_text import parse
 
 X = ir.load("x", dtypes.f32, spaces.elem)
 CODE = ir.load("code", dtypes.u8, spaces.elem)

@@ -18,7 +18,7 @@ from optgen.backends.printer import ATOM, Printer, number
 from optgen.ir import node as ir
 from optgen.ir.program import Schedule
 from optgen.ir.ranges import Intervals
-from optgen.ir.show import parse_program, show
+from optgen.ir.show import show
 from optgen.ir.verify import verify
 from optgen.lang.optimizer import CALLED
 from optgen.ops import dtypes, spaces
@@ -26,6 +26,7 @@ from optgen.ops.prims import PRIMS
 from optgen.passes.convert import Converter
 from optgen.passes.fold import exact
 from optgen.passes.name import RESERVED
+from tests.ir_text import parse_program
 
 CASES = sorted((Path(__file__).parent / "cases" / "passes").glob("*.case"))
 

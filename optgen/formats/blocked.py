@@ -53,10 +53,6 @@ class Blocked(Curved):
         check_words(self, of=("value", "sqrt"), zero=("half", "keep"))
         check_part(self, "compander", Compander, A_COMPANDER)
         check_part(self, "scale", Scale, A_SCALE)
-        if self.of == "sqrt" and self.signed:
-            raise UserError(
-                "E305", loc=self.loc, what='Blocked(signed=True, of="sqrt")', want="signed=False with a root"
-            )
         if self.of != "sqrt" and self.scale.high < LARGEST and not self.scale.literal and self.scale.covers:
             raise UserError("E305", loc=self.loc, what=f"a {self.scale} scale over values", want='it with of="sqrt"')
 

@@ -52,6 +52,8 @@ def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
         value = vars(fmt).get(key, False)
         if not isinstance(value, bool):
             raise UserError("E305", loc=fmt.loc, what=f"{name}({key}={value!r})", want="True or False")
+    if vars(fmt).get("signed", False) and fmt.of == "sqrt":
+        raise UserError("E305", loc=fmt.loc, what=f'{name}(signed=True, of="sqrt")', want="signed=False with a root")
     if vars(fmt).get("relative", False) and fmt.of == "sqrt":
         raise UserError(
             "E305", loc=fmt.loc, what=f'{name}(relative=True, of="sqrt")', want="one of both: a root is kept as it is"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from optgen.base import loc as locs
-from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.bound import Bound
@@ -62,8 +61,6 @@ class Rank1(Curved):
         check_block("Rank1", self.bits, self.vectors, self.loc, 2)
         check_words(self, of=("value", "sqrt"), zero=("free", "half", "keep"))
         check_part(self, "compander", Compander, A_COMPANDER)
-        if self.of == "sqrt" and self.signed:
-            raise UserError("E305", loc=self.loc, what='Rank1(signed=True, of="sqrt")', want="signed=False with a root")
 
     def __str__(self) -> str:
         what, how = self.described

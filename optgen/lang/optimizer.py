@@ -268,55 +268,45 @@ def _check_names(spec: Spec) -> None:
         seen[name] = loc
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
+def _refuse_unknown(d: StateDecl | HostStateDecl | FlagDecl, option: str, name: str, known: Iterable[str], kind: str,
+                    listed: str, *more: str) -> None:  # fmt: skip
+    """Raises UserError E110 unless what an option of a declaration names is `known`, or one of `more`."""
+    if name not in (*known, *more):
+        what = f"{'flag' if isinstance(d, FlagDecl) else 'state'} `{d.name}`"
+        note = f"{listed} of this spec: {', '.join(sorted(known)) or 'none'}"
+        hint = did_you_mean(name, [*known, *more])
+        value = getattr(d, option)
+        raise UserError("E110", loc=d.loc, what=what, option=option, value=value, kind=kind, note=note, hint=hint)
 
 
 def _check_references(spec: Spec) -> None:
-    """Names in quotes: when=, nonzero=, normalized_by=."""
+    """Names in quotes: when=, nonzero=, init=, normalized_by=."""
     flags = {f.name for f in spec.flags}
     for d in spec.kept:
         for word in flags_in(d.when):
-            if word not in flags:
-                raise UserError(
-                    "E110", loc=d.loc, what=f"state `{d.name}`", option="when", value=d.when, kind="flag",
-                    note=f"flags of this spec: {_listed(flags)}", hint=did_you_mean(word, flags),
-                )  # fmt: skip
+            _refuse_unknown(d, "when", word, flags, "flag", "flags")
     scalars = {h.name for h in spec.hypers if not isinstance(h.default, tuple)}
+    of_scalars = (scalars, "hyper-parameter", "numbers among the hyper-parameters")
     for f in spec.flags:
         for option in ("nonzero", "every", "needs", "excludes"):
-            name = getattr(f, option)
-            if name is not None and name not in scalars:
-                raise UserError(
-                    "E110", loc=f.loc, what=f"flag `{f.name}`", option=option, value=name, kind="hyper-parameter",
-                    note=f"numbers among the hyper-parameters of this spec: {_listed(scalars)}",
-                    hint=did_you_mean(name, scalars),
-                )  # fmt: skip
+            if getattr(f, option) is not None:
+                _refuse_unknown(f, option, getattr(f, option), *of_scalars)
     changing = {f.name for f in spec.flags if f.every is not None}
     for d in spec.kept:
         for word in flags_in(d.when):
             if word in changing:
                 raise UserError("E126", loc=d.loc, name=d.name, flag=word)
-    for s in spec.states:
-        if isinstance(s.init, str) and s.init != "param" and s.init not in scalars:
-            raise UserError(
-                "E110", loc=s.loc, what=f"state `{s.name}`", option="init", value=s.init, kind="hyper-parameter",
-                note=f"numbers among the hyper-parameters of this spec: {_listed(scalars)}",
-                hint=did_you_mean(s.init, [*scalars, "param"]),
-            )  # fmt: skip
-        if s.nonneg and isinstance(s.init, str) and not _never_negative(spec.hyper(s.init)):
-            what = f"state `{s.name}` is declared nonneg, and `{s.init}`, at which it starts, may be below 0"
-            raise UserError("E113", loc=s.loc, what=what, hint=f"{s.init}=hyper(..., ge=0)")
     roots = {s.name: s for s in spec.states if s.nonneg}
+    for s in spec.states:
+        if isinstance(s.init, str):
+            _refuse_unknown(s, "init", s.init, *of_scalars, "param")
+            if s.nonneg and not _never_negative(spec.hyper(s.init)):
+                what = f"state `{s.name}` is declared nonneg, and `{s.init}`, at which it starts, may be below 0"
+                raise UserError("E113", loc=s.loc, what=what, hint=f"{s.init}=hyper(..., ge=0)")
     for s in spec.states:
         if s.normalized_by is None:
             continue
-        if s.normalized_by not in roots:
-            raise UserError(
-                "E110", loc=s.loc, what=f"state `{s.name}`", option="normalized_by", value=s.normalized_by,
-                kind="nonneg state", note=f"nonneg states of this spec: {_listed(roots)}",
-                hint=did_you_mean(s.normalized_by, roots),
-            )  # fmt: skip
+        _refuse_unknown(s, "normalized_by", s.normalized_by, roots, "nonneg state", "nonneg states")
         root = roots[s.normalized_by]
         missing = any(spec.holds(s.when, x) and not spec.holds(root.when, x) for x in spec.settings())
         if s.nonneg or missing or root.space != s.space:

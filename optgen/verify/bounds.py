@@ -14,8 +14,6 @@ from functools import lru_cache
 
 from optgen.formats.bound import Bound
 from optgen.formats.format import Format, Master
-from optgen.formats.logminmax import LogMinMax
-from optgen.formats.plan import Storage
 from optgen.ops.dtypes import DType
 
 
@@ -29,7 +27,7 @@ def one_step_bound(fmt: Format, units: int = 0) -> Bound:
 
     units  of LogMinMax: how many of its units the block spans; by default as many as it may
     """
-    found = fmt.bound(units) if isinstance(fmt, LogMinMax) else fmt.bound()
+    found = fmt.bound(units) if units else fmt.bound()  # type: ignore[call-arg]
     if found is None:
         raise UnknownBound(f"no bound is known: {type(fmt).__name__} states none by a method bound()")
     return found
@@ -41,11 +39,6 @@ def master_bound(master: Master, param: DType) -> Bound:
     if found is None:
         raise UnknownBound(f"no bound is known: {type(master).__name__} states none by a method bound()")
     return found
-
-
-def storage_bytes(storage: Storage) -> dict[str, float]:
-    """Bytes per parameter by what they store: "p", "weight_<suffix>", "<state>", "<state>_<suffix>"."""
-    return {"p": storage.param.bytes} | {name: f.bytes_per_param for name, f in storage.fields().items()}
 
 
 # -- stored again at every step

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from optgen.lang.values import clip, exp2, log2, maximum, raised, reader_of, where
 from optgen.ops.dtypes import F32_UNIT, f32
-from optgen.ops.prims import PRIMS, Prim
+from optgen.ops.prims import GATHERS, PRIMS, Prim
 
 F32_TINY = 2.0**-149  # twice half the smallest subnormal step
 F32_LARGEST, F32_NORMAL = f32.largest, f32.normal
@@ -117,13 +117,6 @@ class Interval:
         """Exactly x: a value that fp32 holds, such as a decoded state."""
         x = x.to(torch.float64)
         return cls(x, x, model)
-
-    @classmethod
-    def around(cls, x: Tensor, radius: Tensor, model: Model = STRICT) -> Interval:
-        """x within radius, both ends widened by the fp64 rounding."""
-        x, radius = x.to(torch.float64), radius.to(torch.float64) * (1 + 2.0**-50)
-        slack = x.abs() * 2.0**-52
-        return cls(x - radius - slack, x + radius + slack, model)
 
     reader: ClassVar[_Reader]  # optgen.lang's functions ask the type for it
 
@@ -352,6 +345,10 @@ class _Reader:
     """The functions of optgen.lang on intervals; those that rise or fall with their operands as their rows say."""
 
     def __getattr__(self, name: str) -> Callable[..., Interval]:
+        if name in GATHERS:
+            return lambda x: x  # the columns of a tensor of rows and columns are made of one dimension
+        if name.split("_")[0] in ("row", "col", "mat", "tensor", "model"):
+            return _reduction(name)
         row = PRIMS.get(name)
         if row is None or not row.rises:
             raise AttributeError(name)
@@ -433,54 +430,23 @@ class _Reader:
         """A function of whole matrices: every element depends on all, through products in bf16; nothing is claimed."""
         return x.unknown()
 
-    # Dimensions stay, as on tensors; a vector is one row, whose columns are its elements.
-    def row_sum(self, x: Interval) -> Interval:
-        return _sum(x, (-1,))
 
-    def col_sum(self, x: Interval) -> Interval:
-        return _sum(x, (-2,))
+def _reduction(name: str) -> Callable[[Interval], Interval]:
+    """row_sum, col_mean, tensor_max ...: dimensions stay, as on tensors; a vector is one row, the model one tensor."""
+    scope, kind = name.split("_")
+    scoped = {"row": (-1,), "col": (-2,), "mat": (-2, -1)}.get(scope)
 
-    def mat_sum(self, x: Interval) -> Interval:
-        return _sum(x, (-2, -1))
+    def reduce(x: Interval) -> Interval:
+        dims = tuple(d for d in scoped or range(-x.lo.ndim, 0) if -d <= x.lo.ndim)
+        if kind == "max":
+            lo, hi = (t.amax(dims, keepdim=True) if dims else t for t in (x.lo, x.hi))
+            out = Interval(lo, hi, x.model)
+        else:
+            out = _sum(x, dims)
+            out = out / math.prod(x.shape[d] for d in dims) if kind == "mean" else out
+        return out if scoped else Interval(out.lo.reshape(()), out.hi.reshape(()), x.model)
 
-    def tensor_sum(self, x: Interval) -> Interval:
-        return _flat(_sum(x, tuple(range(-x.lo.ndim, 0))))
-
-    def model_sum(self, x: Interval) -> Interval:
-        """The model is one tensor here."""
-        return self.tensor_sum(x)
-
-    def row_mean(self, x: Interval) -> Interval:
-        return self.row_sum(x) / _terms(x, (-1,))
-
-    def col_mean(self, x: Interval) -> Interval:
-        return self.col_sum(x) / _terms(x, (-2,))
-
-    def mat_mean(self, x: Interval) -> Interval:
-        return self.mat_sum(x) / _terms(x, (-2, -1))
-
-    def tensor_mean(self, x: Interval) -> Interval:
-        return self.tensor_sum(x) / x.lo.numel()
-
-    def row_max(self, x: Interval) -> Interval:
-        return self._monotone(x, lambda t: t.amax(-1, keepdim=True) if t.ndim else t)
-
-    def col_max(self, x: Interval) -> Interval:
-        return self._monotone(x, lambda t: t.amax(-2, keepdim=True) if t.ndim > 1 else t)
-
-    def axis_max(self, x: Interval) -> Interval:
-        """The columns of a tensor of rows and columns are made of one dimension."""
-        return x
-
-    def axis_min(self, x: Interval) -> Interval:
-        return x
-
-    def tensor_max(self, x: Interval) -> Interval:
-        return self._monotone(x, lambda t: t.amax())
-
-    @staticmethod
-    def _monotone(x: Interval, f: Callable[[Tensor], Tensor]) -> Interval:
-        return Interval(f(x.lo), f(x.hi), x.model)
+    return reduce
 
 
 def _rising(row: Prim, operands: Sequence[Ends]) -> Interval:
@@ -493,19 +459,14 @@ def _rising(row: Prim, operands: Sequence[Ends]) -> Interval:
     return _rounded(lo, hi, Model(like.model.unit * (1 + 2 * row.ulps), like.model.tiny))._under(like.model)
 
 
-def _terms(x: Interval, dims: tuple[int, ...]) -> int:
-    return math.prod(x.shape[d] for d in dims if -d <= x.lo.ndim)
-
-
 def _sum(x: Interval, dims: tuple[int, ...]) -> Interval:
     """A sum in any order: at most n roundings of partial sums, none of which exceeds the sum of the magnitudes.
 
     Terms that are all of one sign have a sum of that sign, however it is rounded.
     """
-    dims = tuple(d for d in dims if -d <= x.lo.ndim)
     if not dims:
         return x
-    terms = _terms(x, dims)
+    terms = math.prod(x.shape[d] for d in dims)
     size = x.magnitude().sum(dims, keepdim=True)
     # n units are the first order of (1 + unit)^n - 1, which they exceed by less than this for any n below 2^23.
     error = size * (terms * x.model.unit) * (1 + terms * x.model.unit) + terms * x.model.tiny
@@ -514,11 +475,6 @@ def _sum(x: Interval, dims: tuple[int, ...]) -> Interval:
     high = torch.where(hi <= 0, high.clamp(max=0), high)
     # Where a partial sum may overflow, the result may be Inf of either sign, or NaN.
     return Interval(*_unknown(size + error > F32_LARGEST, low, high), x.model)
-
-
-def _flat(x: Interval) -> Interval:
-    """One value without dimensions."""
-    return Interval(x.lo.reshape(()), x.hi.reshape(()), x.model)
 
 
 Interval.reader = Truth.reader = _Reader()
