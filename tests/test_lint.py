@@ -42,7 +42,7 @@ from optgen.formats import (
     ue7m9,
 )
 from optgen.formats import bf16 as plain_bf16
-from optgen.formats.coded import HALF
+from optgen.formats.companders import HALF
 from optgen.formats.fp8 import numbers
 from optgen.lang import (
     Spec,

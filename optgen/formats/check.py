@@ -85,18 +85,3 @@ def check_line(what: str, text: object, loc: Loc | None) -> None:
     """Raises UserError unless `text` is one line of text, as comments and messages need it."""
     if not isinstance(text, str) or not text.strip() or not text.isprintable():
         raise UserError("E305", loc=loc, what=what, want="one line of text")
-
-
-__all__ = [
-    "A_COMPANDER",
-    "A_SCALE",
-    "BLOCKS",
-    "as_pythons",
-    "check_block",
-    "check_line",
-    "check_number",
-    "check_part",
-    "check_words",
-    "is_number",
-    "is_whole",
-]

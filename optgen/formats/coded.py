@@ -218,6 +218,3 @@ def of_zeros(fmt: Coded, nonneg: bool) -> list[Verdict]:
         return []
     reason = "what is small beside the largest of its block reads as 0, and the step is divided by eps alone"
     return [("L13", "warning", reason)]
-
-
-__all__ = ["HALF", "NOISE_BITS", "Coded", "Curved"]

@@ -100,6 +100,3 @@ class Factored(Format):
 
     def enclose(self, x: Any, view: View, root: Any = None) -> Any:
         return self.decode(self.encode(x))  # the same formulas, read on intervals
-
-
-__all__ = ["LOWEST", "SMALLEST_NORMAL", "Factored"]

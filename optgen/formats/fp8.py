@@ -14,7 +14,8 @@ from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.bound import Bound
 from optgen.formats.check import A_SCALE, check_block, check_part, check_words
-from optgen.formats.coded import HALF, Coded, error_of_table, of_scales, of_zeros, shortest, widest
+from optgen.formats.coded import Coded, error_of_table, of_scales, of_zeros, shortest, widest
+from optgen.formats.companders import HALF
 from optgen.formats.format import Field, Noise, Rounding, Verdict
 from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, where

@@ -102,6 +102,3 @@ BEND = 1 - 1 / math.log(2) - math.log2(math.log(2))
 def tenths(octaves: float) -> float:
     """Return a number of octaves cut to a tenth."""
     return math.floor(10 * octaves) / 10
-
-
-__all__ = ["BEND", "PseudoLog", "tenths"]

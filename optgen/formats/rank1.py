@@ -146,6 +146,3 @@ class Rank1(Curved):
 
     def top(self, magnitude: Any, view: View) -> Any:
         return super().top(magnitude, view) if self.in_blocks else view.of_indices(magnitude)
-
-
-__all__ = ["SMALLEST_ROOT", "Rank1"]

@@ -255,21 +255,3 @@ fp32 = FloatScale()
 fp16 = HalfScale()
 
 SCALES: dict[str, Scale] = {s.name: s for s in (ue8m8, ue7m9, bf16_up, e8m0, fp32, fp16)}
-
-__all__ = [
-    "LARGEST",
-    "LARGEST_ROOT",
-    "SCALES",
-    "SMALLEST",
-    "FloatScale",
-    "HalfScale",
-    "PatternScale",
-    "RootScale",
-    "Scale",
-    "bf16_up",
-    "e8m0",
-    "fp16",
-    "fp32",
-    "ue7m9",
-    "ue8m8",
-]

@@ -352,7 +352,13 @@ class TorchReader:
             return lambda x: x  # the columns of a tensor of rows and columns are made of one dimension
         if name.split("_")[0] in ("row", "col", "mat", "tensor", "model"):
             return self.__reduction(name)
-        return getattr(self, "_" + name)
+        plain = {
+            "rsqrt": lambda x: 1 / self._sqrt(x), "rcp": lambda x: 1 / x, "pow": operator.pow, "eq": operator.eq,
+            # A tensor read in blocks has shape (..., blocks, size).
+            "block_max": lambda x, attr: x.amax(-1, keepdim=True),
+            "block_min": lambda x, attr: x.amin(-1, keepdim=True),
+        }  # fmt: skip
+        return plain.get(name) or getattr(self, "_" + name)
 
     @staticmethod
     def _pair(a: Num, b: Num) -> tuple[Any, Any]:
@@ -386,20 +392,8 @@ class TorchReader:
 
         return torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, x)).to(x.dtype)
 
-    def _rsqrt(self, x: Any) -> Any:
-        return 1 / self._sqrt(x)
-
-    def _rcp(self, x: Any) -> Any:
-        return 1 / x
-
     def _cbrt(self, x: Any) -> Any:
         return x.sign() * x.abs() ** (1 / 3)
-
-    def _pow(self, a: Num, b: Num) -> Any:
-        return a**b
-
-    def _eq(self, a: Num, b: Num) -> Any:
-        return a == b
 
     def _where(self, c: Any, a: Num, b: Num) -> Any:
         import torch
@@ -443,13 +437,6 @@ class TorchReader:
         entries = torch.tensor(attr.values, dtype=torch.float32, device=x.device)
         found = torch.searchsorted(entries, x.contiguous(), right=True, out_int32=True)
         return torch.where(x == x, found, 0)
-
-    # A tensor read in blocks has shape (..., blocks, size).
-    def _block_max(self, x: Any, attr: int) -> Any:
-        return x.amax(-1, keepdim=True)
-
-    def _block_min(self, x: Any, attr: int) -> Any:
-        return x.amin(-1, keepdim=True)
 
     def __reduction(self, name: str) -> Callable[[Any], Any]:
         """row_sum, col_mean, tensor_max ...: the named dimensions, kept with length 1."""
