@@ -104,7 +104,7 @@ def test_what_a_format_states_does_not_hold_of_one_that_encodes_otherwise(tmp_pa
         bounds.one_step_bound(Other())
 
 
-PRIMITIVES = '''
+PRIMITIVES = """
 import math
 
 from optgen.backends import cpp, reference, triton
@@ -123,7 +123,7 @@ halve = primitive(
     Prim("halve", "f", "2 ** -x", core=False, rises="-", number=lambda x: 2.0**-x, symbol=lambda m, x: m.Pow(2, -x)),
     lambda x: exp2(-x),
 )
-'''
+"""
 
 
 def test_primitives_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ __all__ = ["Formula", "Recurrence", "formulas", "latex", "plain_formulas", "recu
 Kind = Literal["ema", "sum", "max", "min", "previous", "multiplicative", "constant", "other"]
 Formula = tuple[str, sympy.Expr]
 
+
 def _number(x: float | bool) -> sympy.Basic:
     if isinstance(x, bool):
         return sympy.true if x else sympy.false

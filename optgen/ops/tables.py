@@ -78,7 +78,6 @@ class Table:
 
     __repr__ = __str__
 
-
     @property
     def following(self) -> Table:
         """The entries but the first: how many of them do not exceed x is the number of the last entry that does not."""
