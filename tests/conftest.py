@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="no GPU on this machine")
     for item in items:
-        if "gpu" in item.keywords:
+        if "cuda" in item.keywords:
             item.add_marker(skip)
 
 

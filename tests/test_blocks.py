@@ -341,7 +341,7 @@ def test_released_gradients_take_the_same_steps() -> None:
     assert theirs.state[other.attn.q_proj.weight]["vmean_row"].shape == (HEADS, 1)
 
 
-# -- parts of several ranks (whole runs: tools/check_sharding.py) -----------------------------------------------------
+# -- parts of several ranks (whole runs: tests/ranks.py) ------------------------------------------------------------
 
 
 def mode(shape: tuple[int, ...], ranks: int, dim: int, height: int) -> str:

@@ -18,7 +18,7 @@ from gpu import graphs  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda
 def test_replayed_steps_are_the_steps_outside_a_graph(compiling: dict[str, str]) -> None:
     text = "import torch; from gpu import graphs; print([o for o in graphs.check(torch.device('cuda')) if o.problems])"
     path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])

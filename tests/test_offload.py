@@ -258,7 +258,7 @@ def test_an_error_of_the_host_reaches_the_caller() -> None:
     assert all(isinstance(p.grad, Tensor) for p in model.parameters())
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["AdamW", "LAMB"])
 def test_on_a_gpu_the_bits_are_those_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "CHUNK", 20_000)

@@ -18,31 +18,34 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from optgen.driver.compile import compile as compiled
 from optgen.runtime import sharding
-from tools import check_sharding, scaling
+from tests import ranks
+from tools import scaling
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def ran(*arguments: str, **environment: str) -> list[str]:
-    """What a run of the tool says."""
+    """Return the names of the cases that processes of this machine have passed."""
     found = subprocess.run(
-        [sys.executable, ROOT / "tools" / "check_sharding.py", "--device", "cpu", *arguments],
+        [sys.executable, "-m", "tests.ranks", "--device", "cpu", *arguments],
         capture_output=True, text=True, timeout=600, cwd=ROOT, env={**os.environ, **environment},
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr[-8000:]
     return [line.removeprefix("ok ") for line in found.stdout.splitlines() if line.startswith("ok ")]
 
 
+@pytest.mark.ranks
 def test_every_case_on_one_to_four_ranks() -> None:
     expected = [
         f"{world} {name}"
-        for world in check_sharding.RANKS
-        for name, (_, worlds) in check_sharding.CASES.items()
+        for world in ranks.RANKS
+        for name, (_, worlds) in ranks.CASES.items()
         if world in worlds and name != "kernels_over_parts"
     ]
     assert ran("--but", "kernels_over_parts", "--kernels", "reference") == expected
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("backend", ["triton", "cpp"])
 def test_kernels_over_parts(interpreter: dict[str, str], backend: str) -> None:
     cases = ["kernels_over_parts", "parts_made_under_inference_mode"]
@@ -83,8 +86,8 @@ def test_parts_are_those_of_torch(shape: tuple[int, ...]) -> None:
 
 
 def test_parts_cover_the_tensor_once() -> None:
-    for rows, ranks in itertools.product((0, 1, 5, 12, 97), (1, 2, 3, 4, 7)):
-        cut = [sharding.region(torch.Size((rows, 2)), (ranks,), (k,), ((0, 1),))[0] for k in range(ranks)]
+    for rows, count in itertools.product((0, 1, 5, 12, 97), (1, 2, 3, 4, 7)):
+        cut = [sharding.region(torch.Size((rows, 2)), (count,), (k,), ((0, 1),))[0] for k in range(count)]
         assert [i for a, b in cut for i in range(a, b)] == list(range(rows))
 
 
@@ -130,7 +133,7 @@ def test_element_wise_rules_send_nothing_where_no_vector_cuts_blocks(rank: int) 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_pieces_of_flattened_parameters_are_refused_by_rules_that_sum_at_some_steps_only(frozen: bool) -> None:
     """Before the first step, which sums nothing, as much as before the one that does."""
-    cls = compiled(check_sharding.mean_at_times, plan="fp32")
+    cls = compiled(ranks.mean_at_times, plan="fp32")
     p = torch.nn.Parameter(torch.ones(100), requires_grad=not frozen)
     p._fsdp_flattened = True
 

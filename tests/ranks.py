@@ -1,10 +1,11 @@
 """Check that parameters of several ranks are trained as if they were on one.
 
-    python tools/check_sharding.py                           processes of this machine, gloo: 2, 4, 3 and 1 ranks
-    torchrun --nproc-per-node 4 tools/check_sharding.py      the ranks that torchrun starts: NCCL where there are GPUs
+    python -m pytest -m ranks                          processes of this machine, gloo: 2, 4, 3 and 1 ranks
+    python -m tests.ranks --ranks 2 fully_sharded      one case
+    torchrun --nproc-per-node 4 -m tests.ranks         the ranks that torchrun starts: NCCL where there are GPUs
 
-Every case prints its name when all ranks have passed it; the first failure ends the run with 1.  A rank that waits
-longer than --timeout seconds for another one fails, too.
+Every case prints its name when all ranks have passed it. The first failure ends the run with 1, and so does a rank
+that waits longer than --timeout seconds for another one.
 """
 
 from __future__ import annotations
@@ -24,29 +25,27 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
-from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
-
-import generated  # noqa: E402
-import optgen  # noqa: E402
-from optgen.driver import targets  # noqa: E402
-from optgen.driver.compile import compile as compiled  # noqa: E402
-from optgen.lang import flag, hyper, mean, state  # noqa: E402
-from optgen.lang import optimizer as rule  # noqa: E402
-from optgen.ops import dtypes  # noqa: E402
-from optgen.runtime import checkpoint, files, optimizer, sharding  # noqa: E402
-from optgen.verify.differential import Values, compare, enclose, oracle  # noqa: E402
-from optgen.verify.intervals import FAST  # noqa: E402
-from tests.harness import plan_of, spec_of  # noqa: E402
+import generated
+import optgen
+from optgen.driver import targets
+from optgen.driver.compile import compile as compiled
+from optgen.lang import flag, hyper, mean, state
+from optgen.lang import optimizer as rule
+from optgen.ops import dtypes
+from optgen.runtime import checkpoint, files, optimizer, sharding
+from optgen.verify.differential import Values, compare, enclose, oracle
+from optgen.verify.intervals import FAST
+from tests.harness import plan_of, spec_of
 
 RANKS = (2, 4, 3, 1)
+"""The others load what two ranks have saved."""
 SEED = 20
 
 
