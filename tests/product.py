@@ -243,16 +243,19 @@ def build(cell: Cell) -> Built:
     storage = plan.storage(spec.present(flags), param, cell.small, recurrences, vector=cell.vector)
     compiled = compile_case(spec, Case(flags, param, cell.small, storage, cell.vector))
     schedules = [s.schedule for x in (compiled.strict, compiled.decode, compiled.encode) for s in x.stages]
-    lines = ["import torch", f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}"]
-    lines += [f"from optgen.runtime.eager import {', '.join(reference.needs(schedules))}"]
-    lines += host.scalars_function(emit._host(compiled.strict), unpack_of(spec), "scalars_of_step")
+    # Modules of their own, as in a package: both import a `larger`.
+    on_host = ["import torch", f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}"]
+    on_host += host.scalars_function(emit._host(compiled.strict), unpack_of(spec), "scalars_of_step")
+    lines = ["import torch", f"from optgen.runtime.eager import {', '.join(reference.needs(schedules))}"]
     lines += reference.tables(schedules)
     lines += reference.step_function(compiled.strict, "step")
     lines += reference.decode_function(compiled.decode, "decode")
     lines += reference.encode_function(compiled.encode, "encode")
     made: dict[str, Any] = {}
-    text = "\n".join(lines)
-    exec(compile(text, f"<{cell}>", "exec"), made)
+    for part in (on_host, lines):
+        exec(compile("\n".join(part), f"<{cell}>", "exec"), space := {})
+        made |= {name: space[name] for name in ("step", "decode", "encode", "scalars_of_step") if name in space}
+    text = "\n".join((*on_host, *lines))
     return Built(cell, spec, compiled, text, made["step"], made["decode"], made["encode"], made["scalars_of_step"])
 
 

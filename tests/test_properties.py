@@ -160,7 +160,7 @@ def residuals(built: Built, name: str, exact: Tensor, kept: Tensor, run: Run) ->
         return None
     if isinstance(fmt, Float):
         return _float_residuals(exact, kept, fmt.dtype, fmt.dtype.mantissa)
-    codes = run.buffers[name].double()
+    codes = run.buffers[field_names(name, fmt.fields())[""]].double()
     if isinstance(fmt, LogMinMax):
         return _log_residuals(fmt, exact, codes, run.buffers[f"{name}_range"])
     assert isinstance(fmt, Blocked)
